@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from megatron.config.mixture import MixtureOptions
 from megatron.config.option import MegatronOption, Need, WithPluginOptions, option
+from megatron.config.skipping import SkippingOptions
 
 CHAT_DATA = Need("chat_data_path")
 
@@ -58,7 +59,7 @@ def _check_tokenizer_type(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class DataConfig(MixtureOptions, WithPluginOptions):
+class DataConfig(MixtureOptions, SkippingOptions, WithPluginOptions):
     """Token files, how documents are packed into samples, and the tokenizer."""
 
     data_path: tuple[str, ...] = option((), role="free")

@@ -53,6 +53,7 @@ from megatron.data.index_cache import IndexCache, Tables
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.mixture import MixtureSegmentBuilder, check_token_sums, document_streams
 from megatron.data.packed_dataset import PackedDataset
+from megatron.data.skipped_dataset import SampleSkips, SkippedDataset
 
 OVERSAMPLING = 0.005
 SEED_MODULUS = 2**32
@@ -202,8 +203,10 @@ def split_parts(split: str, source: SplitSource, open_files: OpenFiles) -> list[
     return [(indexed, split_ranges(source.split, len(indexed))[number]) for indexed in files]
 
 
-def build_split(split: str, build: SegmentBuilder, sizes: Sequence[int], used: int) -> tuple[Dataset, tuple[int, ...]]:
-    """Build segments of ``sizes`` samples, and add segments while they hold fewer than ``used`` samples.
+def build_split(
+    split: str, build: SegmentBuilder, sizes: Sequence[int], used: int, skips: SampleSkips | None = None
+) -> tuple[Dataset, tuple[int, ...]]:
+    """Build segments of ``sizes`` samples, and add segments while they hold fewer than ``used`` that ``skips`` leaves.
 
     All samples of a segment count, also those beyond the number it was built for, so that a started epoch is read to
     its end. Returns the samples, and the sizes that all segments were built for.
@@ -212,13 +215,14 @@ def build_split(split: str, build: SegmentBuilder, sizes: Sequence[int], used: i
     segments: list[Dataset] = []
     while len(segments) < len(counts) or held < used:
         if len(segments) == len(counts):
-            counts.append(used - held)
+            counts.append(used - held if skips is None else skips.missing(used))
         dataset = build(counts[len(segments)], segments)
         if not len(dataset):
             raise DataError(f"the {split_label(split)} data hold no sample", "use more data")
         segments.append(dataset)
-        held += len(dataset)
-    return segments[0] if len(segments) == 1 else ConcatDataset(segments), tuple(counts)
+        held += len(dataset) if skips is None else skips.kept(dataset)
+    whole = segments[0] if len(segments) == 1 else ConcatDataset(segments)
+    return whole if skips is None else SkippedDataset(whole, skips.ranges), tuple(counts)
 
 
 @dataclass(frozen=True)
