@@ -22,7 +22,8 @@ from megatron.data.tokenizers.tokenizer import TokenizerOptions
 from tests.unit.data.preprocess.test_preprocess import RecordingListener
 
 KEYS = ("text", "title")
-NAMES = sorted(f"out_{key}_document.{suffix}" for key in KEYS for suffix in ("bin", "idx", "tokens.json"))
+SUFFIXES = ("bin", "idx", "origins", "tokens.json")
+NAMES = sorted(f"out_{key}_document.{suffix}" for key in KEYS for suffix in SUFFIXES)
 
 
 @pytest.fixture
