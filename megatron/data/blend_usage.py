@@ -121,7 +121,7 @@ COLUMNS = ("stage", "source", "share", "tokens", "samples", "epochs", "in all", 
 
 def usage_table(stages: Sequence[StageUse], most: int | None = None) -> list[str]:
     """Return lines with the sources of each stage, of which the ``most`` largest are listed, and those of the run."""
-    rows = [COLUMNS]
+    rows: list[tuple[str, ...]] = [COLUMNS]
     for stage in stages:
         title = f"{stage.name} x {stage.seq_length:,}"
         uses = sorted(stage.sources, key=lambda use: -use.tokens)
