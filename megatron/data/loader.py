@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.batch import final_consumed_samples, final_iteration, full_global_batch_size, planned_samples
+from megatron.config.batch import (
+    WHOLE_RUN,
+    Origin,
+    final_consumed_samples,
+    final_iteration,
+    full_global_batch_size,
+    planned_samples,
+)
 from megatron.config.data import DOCUMENT_BOUNDARY_OPTIONS, DataConfig
 from megatron.config.data_paths import SPLITS, chat_splits, data_sources
 from megatron.config.text import counted
@@ -209,6 +216,7 @@ class DataSource:
     padded: bool = False  # whether a global batch may leave micro-batches partly filled
     # index and number of the streams that training samples are dealt to in turn: one for each replica of DiLoCo
     stream: tuple[int, int] = (0, 1)
+    origin: Origin = WHOLE_RUN  # of the phase of the run that reads them
     columns: tuple[SampleColumns, ...] = ()  # what the model reads beside tokens and labels
     notes: tuple[str, ...] = ()  # warnings for the user, a sentence each
 
@@ -236,6 +244,18 @@ class DataSource:
     def fingerprints(self) -> dict[str, str]:
         """`Dataset.fingerprint` by split name."""
         return {name: dataset.fingerprint for name, dataset in self.datasets.items()}
+
+    def tokens_of_sources(self, read: int) -> dict[str, int]:
+        """Return the tokens read of each source since the beginning of the run, by :attr:`SourceUsage.source`.
+
+        Args:
+            read: training samples read of each stream of these data.
+        """
+        tokens, count, dataset = dict(self.origin.sources), self.stream[1], self.datasets["train"]
+        before = {usage.source: usage.tokens for usage in dataset.source_usage(count * self.origin.read)}
+        for usage in dataset.source_usage(count * read):
+            tokens[usage.source] = tokens.get(usage.source, 0) + usage.tokens - before.get(usage.source, 0)
+        return tokens
 
     def digest(self, split: str, first: int, stop: int) -> int:
         """Return a 64-bit digest of samples ``first .. stop - 1`` of the stream and of what they are made from.
@@ -391,11 +411,15 @@ def split_sample_counts(
     begin: tuple[int, int] = (0, 0),
     splits: Sequence[str] | None = None,
     streams: int = 1,
+    read: int = 0,
 ) -> dict[str, int]:
-    """Return the samples read by split name: of ``splits``, or of all that the run has data for and needs."""
+    """Return the samples read by split name: of ``splits``, or of all that the run has data for and needs.
+
+    ``read`` are the samples that earlier phases have read of the same data.
+    """
     evaluation = training.eval_iters * full_global_batch_size(training, dp_size)  # every evaluation reads the same
     used = {
-        "train": streams * final_consumed_samples(training, dp_size, *begin),
+        "train": streams * (read + final_consumed_samples(training, dp_size, *begin)),
         "valid": evaluation,
         "test": evaluation,
     }
@@ -416,6 +440,7 @@ def build_data(
     splits: Sequence[str] | None = None,
     segments: Mapping[str, Sequence[int]] | None = None,
     begin: tuple[int, int] = (0, 0),
+    origin: Origin = WHOLE_RUN,
     prefix: int = 0,
     stream: tuple[int, int] = (0, 1),
     columns: tuple[SampleColumns, ...] = (),
@@ -429,7 +454,8 @@ def build_data(
         dp_size: data-parallel ranks.
         splits: to build; None for all.
         segments: `DataSource.segments` of the run being resumed. Entries of splits that are not built are passed on.
-        begin: steps taken and samples consumed before.
+        begin: steps taken and samples consumed before, in the current phase.
+        origin: of the phase.
         prefix: see `MaskBuilder`.
         stream: see `DataSource`.
         columns: see `DataSource`.
@@ -442,7 +468,7 @@ def build_data(
     known = find_tokenizer_info(data, vocab_size)
     check_vocab_size(known, vocab_size)
     masks = build_masks(data, known, vocab_size, prefix)
-    used = split_sample_counts(data, training, dp_size, begin, splits, stream[1])
+    used = split_sample_counts(data, training, dp_size, begin, splits, stream[1], origin.read)
     cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path, TABLE_CHECKS)
     build_notes: list[str] = []
     builders: Mapping[str, SegmentBuilder]
@@ -489,6 +515,7 @@ def build_data(
         masks=masks,
         padded=training.pad_global_batch,
         stream=stream,
+        origin=origin,
         columns=columns,
         notes=tuple(note for note in notes if note),
     )

@@ -24,6 +24,7 @@ from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import load_sharded
 from megatron.checkpoint.save import local_bytes
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
+from megatron.config.batch import WHOLE_RUN, Origin
 from megatron.config.text import package_version
 from megatron.convert.weight_source import WeightSource, fill_weights
 from megatron.distributed import comm
@@ -160,6 +161,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
         "evaluated": dict(progress.evaluated),
         "losses": {split: loss for split, loss in progress.losses.items() if math.isfinite(loss)},
         "run_id": progress.run_id,
+        **({"phase": progress.origin.to_state()} if progress.origin != WHOLE_RUN else {}),
         **{name: state for name, state in states.items() if state},
         "written_by": {
             "layout": dict(trainer.mesh.layout.sizes),
@@ -199,7 +201,7 @@ def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -
     if problem := state_problem(manifest, types, [c.name for c in trainer.components if c.missing is None]):
         raise DamagedCheckpointError(f"{manifest.path}: {problem}")
     saved, progress = manifest.state, trainer.progress
-    trainer.start_at(*position_of(manifest), saved["data"]["stretches"], batches_since)
+    trainer.start_at(*position_of(manifest), saved["data"]["stretches"], batches_since, Origin.from_state(saved))
     evaluated = saved.get("evaluated", {})
     progress.evaluated = dict(evaluated) if isinstance(evaluated, Mapping) else {"valid": evaluated}  # old checkpoints
     progress.losses = dict(saved.get("losses", {}))

@@ -106,6 +106,7 @@ def take_steps(
         timers=trainer.timers,
         goodput=goodput,
         timing_option=logging.timing_log_option,
+        origin=trainer.progress.origin,
     )
     leave = False
     while not leave:

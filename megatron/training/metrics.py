@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.batch import final_consumed_samples, final_iteration
+from megatron.config.batch import WHOLE_RUN, Origin, final_consumed_samples, final_iteration
 from megatron.config.run import RunConfig
 from megatron.data.dataset import SPLIT_LABELS, split_kind, validation_set_name
 from megatron.distributed import comm
@@ -162,6 +162,7 @@ class MetricsWindow:
         timers: Timers | None = None,
         goodput: Goodput | None = None,
         timing_option: str = "minmax",
+        origin: Origin = WHOLE_RUN,
     ) -> None:
         """Start an empty window. Collective over ``world``.
 
@@ -172,7 +173,9 @@ class MetricsWindow:
             timers: of this rank; None for no timers.
             goodput: accounts the time spent in steps; None for a new run.
             timing_option: ``--timing-log-option``: ``max``, ``minmax`` or ``all``.
+            origin: of the current phase of the run.
         """
+        self.origin = origin
         self.device = device
         self.seq_length = seq_length
         self.world = world or Group()
@@ -245,7 +248,7 @@ class MetricsWindow:
         metrics = {
             "iteration": iteration,
             "consumed-samples": consumed_samples,
-            "consumed-tokens": consumed_samples * self.seq_length,
+            "consumed-tokens": self.origin.tokens + (consumed_samples - self.origin.samples) * self.seq_length,
             "lm loss": _mean_of_finite(losses),
             **{name: _mean_of_finite(values) for name, values in zip(self._extra_names, extra)},
             "grad-norm": norms[-1],

@@ -38,6 +38,15 @@ BATCH_OPTIONS = {"global_batch_size", "rampup_batch_size", "step_batch_size_sche
 Position = tuple[int, int]
 """Progress of a run: steps taken and samples consumed."""
 
+PHASE: Mapping[str, Any] = {
+    "iteration": int,
+    "consumed_samples": int,
+    "consumed_tokens": int,
+    "read": int,
+    "digest": str,
+    "sources": {str: int},
+}
+
 STATE: Mapping[Any, Any] = {
     "iteration": int,
     "consumed_samples": int,
@@ -45,6 +54,7 @@ STATE: Mapping[Any, Any] = {
     "losses": {str: float},
     "data": {"stretches": {str: [int]}, "fingerprints": {str: str}, "digest": str},
     "base": {"location": str, "digest": str},
+    "phase": PHASE,
     "written_by": {"layout": {str: int}},
 }
 """Types of what is read of a checkpoint's state before the components read theirs, see :func:`odd_values`."""
