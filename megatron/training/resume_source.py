@@ -413,6 +413,7 @@ class StartPreview:
     iteration: int = 0  # steps already taken in its phase
     consumed_samples: int = 0  # in these steps
     data: Mapping[str, Any] | None = None  # those of the checkpoint that is resumed, for `compare_data`
+    segments: Mapping[str, Sequence[int]] | None = None  # in which that checkpoint laid out its data
     own: bool = False  # it is a checkpoint of this run
 
 
@@ -472,4 +473,5 @@ def preview_start(config: RunConfig, world_size: int, source: ResumeSource | Non
     own = is_own_checkpoint(manifest.path, config.checkpoint)
     generated = config.data.mock_data and manifest.config["data"].get("mock_data")  # from options, which are compared
     position = Origin.from_state(manifest.state).local(*position_of(manifest))
-    return StartPreview(notes, *position, None if generated else manifest.state["data"], own)
+    data = manifest.state["data"]
+    return StartPreview(notes, *position, None if generated else data, data["stretches"], own)
