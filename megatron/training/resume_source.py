@@ -317,7 +317,7 @@ def compare_with_checkpoint(
         raise UserError([Problem("E814", sentence, (f"{folders}--resume-mode weights-only",))])
     batches_since = position_of(manifest, "batches_since")
     phase, name = manifest.state.get("phase"), config.training.phase_name or ""
-    if mode == "new-phase" and own and phase and phase["iteration"] and phase.get("name", "") == name:
+    if mode == "new-phase" and own and phase and phase.get("name", "") == name:
         changes = compare_configs(manifest.config, config, "exact", begin=batches_since, own=own)
         mode = mode if changes.problems else "exact"
     changes = compare_configs(manifest.config, config, mode, begin=batches_since, own=own)

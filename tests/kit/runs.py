@@ -54,9 +54,7 @@ def tiny_run(folder: Path, flags: str = "", world_size: int = 1) -> RunConfig:
     return parse(argv, environ, read_model=read_model_values).config
 
 
-def tiny_phases(
-    folder: Path, phases: Sequence[Mapping[str, Any]], flags: str = "", world_size: int = 1
-) -> list[Phase]:
+def tiny_phases(folder: Path, phases: Sequence[Mapping[str, Any]], flags: str = "", world_size: int = 1) -> list[Phase]:
     """The phases of ``pretrain_gpt.py`` with ``FLAGS``, more ``flags`` and a file of ``phases``."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "phases.yaml"
