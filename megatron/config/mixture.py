@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_json, parse_yaml, read_small
@@ -121,6 +121,12 @@ class MixtureOptions:
     sets are those of the file, or valid_data_path."""
     data_mixture_stages: tuple[str, ...] = option((), role="free", needs="data_mixture")
     """Stages of data_mixture that the run consists of. Default: all."""
+
+    refused: ClassVar = """
+    data_mixture and packing=best-fit
+    E520 --packing best-fit packs whole sources, but the stages of --data-mixture read a part of each
+      fix: --packing concat
+    """
 
     def check_mixture_stages(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that the chosen stages exist, and have samples of one length."""
