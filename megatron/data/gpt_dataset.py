@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron.config.data_paths import split_shares
-from megatron.data.dataset import Dataset, Sample, SourceUsage, Span, fingerprint, splitmix64
+from megatron.data.dataset import Sample, SourceDataset, SourceUsage, Span, fingerprint, splitmix64
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 
@@ -43,12 +43,12 @@ class SampleOrder(NamedTuple):
         return len(self.document_index) // len(self.part)
 
 
-class GPTDataset(Dataset):
+class GPTDataset(SourceDataset):
     """Samples of ``seq_length`` tokens (``seq_length + 1`` ids) in the order of `build_sample_order`."""
 
     def __init__(self, indexed: IndexedDataset, order: SampleOrder) -> None:
-        self.order = order
-        self.seq_length = order.seq_length
+        self.order, self.part, self.seq_length = order, order.part, order.seq_length
+        self.epochs, self.largest_table = order.epochs, order.document_index
         self.source = indexed.prefix
         self.tokens = indexed.count_tokens(order.part)  # in one epoch
         self._indexed = indexed
@@ -63,7 +63,7 @@ class GPTDataset(Dataset):
     @cached_property
     def fingerprint(self) -> str:
         """See `files_fingerprint`."""
-        return files_fingerprint(self._indexed, self.order.part, self.order.seq_length)
+        return files_fingerprint(self._indexed, self.part, self.seq_length)
 
     def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Hash the first sequence and offset, and the last sequence, of each of the samples ``places [n]``."""
@@ -79,6 +79,10 @@ class GPTDataset(Dataset):
             raise IndexError(f"sample {i} of a dataset of {len(self)}")
         parts = [self._indexed.get(sequence, offset, length) for sequence, offset, length in self._pieces(i)]
         return Sample.of(np.concatenate(parts, dtype=np.int64))
+
+    def epoch_of(self, i: int) -> int:
+        """See `SourceDataset.epoch_of`."""
+        return int(self.order.shuffle_index[i]) * self.seq_length // self.tokens
 
     def spans(self, i: int) -> tuple[Span, ...]:
         """See `Dataset.spans`."""

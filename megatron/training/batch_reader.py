@@ -219,7 +219,9 @@ class BatchReader(Component):
         Raises:
             UserError: if the training samples, consumed or still to come, are not those of the run that saved.
         """
-        saved, now = manifest.state["data"], self.source.stream
+        progress, saved, now = self._progress, manifest.state["data"], self.source.stream
+        if progress.place == 0 < progress.iteration:  # a phase with data of its own begins
+            return ()
         stream = tuple(saved.get("stream", (0, 1)))
         recorded = bool(saved["digest"])  # Megatron-LM records no samples
         reordered = recorded and stream == now and f"{self.start_digest:016x}" != saved["digest"]
