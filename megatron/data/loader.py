@@ -470,7 +470,7 @@ def build_data(
         pairs = training.objective == "dpo"
         build_notes = [n for name in used for n in load_conversations(data, name, training.seq_length, pairs).notes]
     else:
-        builders, build_notes = file_segment_builders(data, used, training, cache)
+        builders, build_notes = file_segment_builders(data, used, training, vocab_size, cache)
     used = {name: count for name, count in used.items() if name in builders}
     requested = requested_samples(training, dp_size, begin)
     requested["train"] *= stream[1]
