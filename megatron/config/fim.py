@@ -57,6 +57,14 @@ class FimOptions:
     fim_data and fim_split_sample and packing=best-fit
     E530 --packing best-fit has room in a sample for one change of a document, not for one of each fragment
       fix: --packing concat | --set data.fim_split_sample=null
+
+    data_mixture and fim_data
+    E530 --data-mixture reads documents as they are, without a change of --fim-data
+      fix: --no-fim-data | --set data.data_mixture=null
+
+    data_mixture and packing=best-fit
+    E531 --data-mixture cuts concatenated documents into samples; it does not pack them
+      fix: --packing concat | --set data.data_mixture=null
     """
 
     def row_fim(self, config: Run, world_size: int) -> str:

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from megatron.config.batch import full_global_batch_size
+from megatron.config.batch import WHOLE_RUN, Origin, full_global_batch_size
 from megatron.config.data import DataConfig
 from megatron.config.data_paths import DEFAULT_SPLIT, SPLITS, SplitSource, chat_splits, data_sources
+from megatron.config.mixture import read_mixture
 from megatron.config.plugins import registered
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
@@ -61,7 +62,9 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.index_cache import IndexCache, Tables
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.mixture import MixtureSegmentBuilder, check_token_sums, document_streams
 from megatron.data.packed_dataset import PackedDataset
+from megatron.data.skipped_dataset import SampleSkips, SkippedDataset
 
 OVERSAMPLING = 0.005
 SEED_MODULUS = 2**32
@@ -137,20 +140,32 @@ def resolve_epochs(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def file_segment_builders(
-    data: DataConfig, read: Mapping[str, int], training: TrainingConfig, vocab_size: int, cache: IndexCache | None
-) -> tuple[dict[str, FileSegmentBuilder], list[str]]:
+    data: DataConfig,
+    read: Mapping[str, int],
+    training: TrainingConfig,
+    vocab_size: int,
+    cache: IndexCache | None,
+    origin: Origin = WHOLE_RUN,
+    batch: int = 1,
+) -> tuple[dict[str, FileSegmentBuilder | MixtureSegmentBuilder], list[str]]:
     """Return the segment builders of the token files for each split in ``read`` (samples by split name), and notes.
 
-    Test data are left out, with a note, where only the default split asks for them and there are none. ``vocab_size``
-    is that of the model.
+    Test data are left out, with a note, where only the default split asks for them and there are none. A mixture
+    continues at the ``origin`` of the phase, and its stages may miss the end of the run by a ``batch`` of samples.
+    ``vocab_size`` is that of the model.
     """
     open_files = functools.cache(IndexedDataset)  # each is opened once however many splits read it
     seq_length = training.seq_length
     sources = resolve_sources(data, read)
     fim = FillInMiddle.of(data, find_tokenizer(data, vocab_size)) if data.fim_data else None
-    builders: dict[str, FileSegmentBuilder] = {}
+    builders: dict[str, FileSegmentBuilder | MixtureSegmentBuilder] = {}
     notes = []
     for split, needed in read.items():
+        if split == "train" and data.data_mixture is not None:
+            mixture = read_mixture(data.data_mixture).select(data.data_mixture_stages)
+            streams = document_streams(mixture, open_files, training.seed, cache)
+            builders[split] = MixtureSegmentBuilder(mixture, streams, seq_length, origin, batch)
+            continue
         source = sources[split]
         parts = split_parts(split, source, open_files)
         short = _short_part(parts, source, seq_length)
@@ -206,8 +221,10 @@ def split_parts(split: str, source: SplitSource, open_files: OpenFiles) -> list[
     return [(indexed, split_ranges(source.split, len(indexed))[number]) for indexed in files]
 
 
-def build_split(split: str, build: SegmentBuilder, sizes: Sequence[int], used: int) -> tuple[Dataset, tuple[int, ...]]:
-    """Build segments of ``sizes`` samples, and add segments while they hold fewer than ``used`` samples.
+def build_split(
+    split: str, build: SegmentBuilder, sizes: Sequence[int], used: int, skips: SampleSkips | None = None
+) -> tuple[Dataset, tuple[int, ...]]:
+    """Build segments of ``sizes`` samples, and add segments while they hold fewer than ``used`` that ``skips`` leaves.
 
     All samples of a segment count, also those beyond the number it was built for, so that a started epoch is read to
     its end. Returns the samples, and the sizes that all segments were built for.
@@ -216,13 +233,14 @@ def build_split(split: str, build: SegmentBuilder, sizes: Sequence[int], used: i
     segments: list[Dataset] = []
     while len(segments) < len(counts) or held < used:
         if len(segments) == len(counts):
-            counts.append(used - held)
+            counts.append(used - held if skips is None else skips.missing(used))
         dataset = build(counts[len(segments)], segments)
         if not len(dataset):
             raise DataError(f"the {split_label(split)} data hold no sample", "use more data")
         segments.append(dataset)
-        held += len(dataset)
-    return segments[0] if len(segments) == 1 else ConcatDataset(segments), tuple(counts)
+        held += len(dataset) if skips is None else skips.kept(dataset)
+    whole = segments[0] if len(segments) == 1 else ConcatDataset(segments)
+    return whole if skips is None else SkippedDataset(whole, skips.ranges), tuple(counts)
 
 
 @dataclass(frozen=True)
@@ -413,7 +431,7 @@ def _check_range(name: str, numbers: NDArray[Any], start: int, stop: int) -> Non
         raise ValueError(f"{name} has numbers that are not from {start} to {stop - 1}")
 
 
-TABLE_CHECKS = {"order": _check_order, "packing": _check_packing, "blend": _check_blend}
+TABLE_CHECKS = {"order": _check_order, "packing": _check_packing, "blend": _check_blend, "epoch": check_token_sums}
 """Checks of the tables in the cache, by kind."""
 
 

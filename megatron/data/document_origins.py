@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
+from megatron.data.manifest import ORIGINS_SUFFIX, Sink
 
-ORIGINS_SUFFIX = "origins"
 ORIGINS_MAGIC = b"DOCORIG\x00"
 ORIGINS_VERSION = 1
 ORIGINS_HEADER = struct.Struct("<8sQQQ")
@@ -123,7 +123,7 @@ class OriginsWriter:
             self._last = runs[-1].tolist()
             self.count += len(runs)
 
-    def write(self, file: IO[bytes], documents: int, names: Sequence[str]) -> None:
+    def write(self, file: Sink, documents: int, names: Sequence[str]) -> None:
         """Write the file of origins of a pair with this number of documents; ``names`` are those of the files.
 
         Files that no document comes from are left out.

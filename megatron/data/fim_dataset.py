@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -214,6 +214,10 @@ class FimDataset(SourceDataset):
     def spans(self, i: int) -> tuple[Span, ...]:
         """See `Dataset.spans`."""
         return self.dataset.spans(i)
+
+    def places_of(self, sequences: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """See `Dataset.places_of`."""
+        return self.dataset.places_of(sequences)
 
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """See `Dataset.source_usage`."""

@@ -8,7 +8,7 @@ next), and the samples are shuffled. Three tables hold this order (`SampleOrder`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -102,6 +102,17 @@ class GPTDataset(SourceDataset):
             Span(self.source, sequence, offset, int(lengths[sequence]) - offset if length is None else length)
             for sequence, offset, length in self._pieces(i)
         )
+
+    def places_of(self, sequences: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """See `Dataset.places_of`; in place of all samples, searches the order of the documents."""
+        numbers = sequences.get(self.source, np.empty(0, np.int64))
+        numbers = numbers[self._indexed.lengths[numbers] > 0]
+        at = np.flatnonzero(np.isin(self.order.document_index, numbers))
+        firsts = self.order.sample_index[:, 0]  # sample j reads the places firsts[j] to firsts[j + 1]
+        begins = np.searchsorted(firsts[1:], at, side="left")
+        ends = np.minimum(np.searchsorted(firsts, at, side="right"), len(self))
+        changes = np.bincount(begins, minlength=len(self) + 1) - np.bincount(ends, minlength=len(self) + 1)
+        return np.flatnonzero(np.cumsum(changes)[self.order.shuffle_index] > 0)
 
     def _pieces(self, i: int) -> Iterator[tuple[int, int, int | None]]:
         """Yield sequence, offset and number of tokens of the parts of sample ``i``; None for the rest of a sequence."""

@@ -51,6 +51,7 @@ from megatron.data.dataset_info import (
 from megatron.data.errors import DataError
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import raise_open_file_limit
+from megatron.data.skipped_dataset import SKIPPED, PlaceRanges, SampleSkips
 from megatron.data.teacher_logits import with_teacher_logits
 from megatron.data.tokenizers.tokenizer import TokenizerRecord
 
@@ -201,8 +202,8 @@ class DataSource:
     """The splits of a run and how micro-batches are read from them."""
 
     datasets: Mapping[str, Dataset]  # by split name
-    # By split name: the sample counts of its segments, which fix the order. A resumed run passes them to `build_data`,
-    # so that earlier samples keep their places however long it gets.
+    # By split name: the sample counts of its segments, which fix the order. A resumed run passes `laid_out` to
+    # `build_data`, so that earlier samples keep their places however long it gets.
     segments: Mapping[str, tuple[int, ...]]
     used: Mapping[str, int]  # samples the run reads, by split name
     seq_length: int  # tokens per sample
@@ -214,6 +215,7 @@ class DataSource:
     stream: tuple[int, int] = (0, 1)
     origin: Origin = WHOLE_RUN  # of the phase of the run that reads them
     columns: tuple[SampleColumns, ...] = ()  # what the model reads beside tokens and labels
+    skipped: PlaceRanges = field(default_factory=PlaceRanges)  # places of training samples that are left out
     notes: tuple[str, ...] = ()  # warnings for the user, a sentence each
 
     def summary(self) -> list[str]:
@@ -240,6 +242,12 @@ class DataSource:
     def fingerprints(self) -> dict[str, str]:
         """`Dataset.fingerprint` by split name."""
         return {name: dataset.fingerprint for name, dataset in self.datasets.items()}
+
+    def laid_out(self, read: int) -> dict[str, list[int]]:
+        """Return ``segments``, and under `SKIPPED` the places skipped before the sample that follows ``read``."""
+        skipped = self.skipped.clip(0, self.skipped.end(self.stream[1] * read))
+        lists = {name: list(counts) for name, counts in self.segments.items()}
+        return lists | ({SKIPPED: skipped.to_list()} if skipped else {})
 
     def tokens_of_sources(self, read: int) -> dict[str, int]:
         """Return the tokens read of each source since the beginning of the run, by :attr:`SourceUsage.source`.
@@ -379,6 +387,8 @@ class DataSource:
 
 def find_source(dataset: Dataset, i: int) -> str | None:
     """Return the source that sample ``i`` is read from; None for generated data."""
+    if spans := dataset.spans(i):
+        return spans[0].source
     pairs = zip(dataset.source_usage(i), dataset.source_usage(i + 1))
     return next((after.source for before, after in pairs if after.tokens > before.tokens), None)
 
@@ -444,7 +454,7 @@ def build_data(
         vocab_size: of the model.
         dp_size: data-parallel ranks.
         splits: to build; None for all.
-        segments: `DataSource.segments` of the run being resumed. Entries of splits that are not built are passed on.
+        segments: `DataSource.laid_out` of the run being resumed. Entries of splits that are not built are passed on.
         begin: steps taken and samples consumed before, in the current phase.
         origin: of the phase.
         prefix: see `MaskBuilder`.
@@ -470,17 +480,20 @@ def build_data(
         pairs = training.objective == "dpo"
         build_notes = [n for name in used for n in load_conversations(data, name, training.seq_length, pairs).notes]
     else:
-        builders, build_notes = file_segment_builders(data, used, training, vocab_size, cache)
+        batch = stream[1] * full_global_batch_size(training, dp_size)
+        builders, build_notes = file_segment_builders(data, used, training, vocab_size, cache, origin, batch)
     used = {name: count for name, count in used.items() if name in builders}
     requested = requested_samples(training, dp_size, begin)
     requested["train"] *= stream[1]
     datasets: dict[str, Dataset] = {}
     all_segments = {name: tuple(counts) for name, counts in (segments or {}).items()}
+    skips = SampleSkips(data, training.seq_length, all_segments.pop(SKIPPED, ()), stream[1] * (origin.read + begin[1]))
     extended = []
     for name, count in used.items():
         before = all_segments.get(name, ())
         planned = before or (requested[split_kind(name)],)
-        datasets[name], all_segments[name] = build_split(name, builders[name], planned, count)
+        leave_out = skips if name == "train" and skips else None
+        datasets[name], all_segments[name] = build_split(name, builders[name], planned, count, leave_out)
         added = all_segments[name][len(planned) :]
         if before and added:
             planned_text, added_text = (" + ".join(f"{n:,}" for n in counts) for counts in (before, added))
@@ -494,6 +507,7 @@ def build_data(
         note_missing_records(data),
         *build_notes,
         *extended,
+        *(skips.notes(used["train"]) if "train" in used else ()),
         *(() if cache is None else cache.notes),
     )
     source = DataSource(
@@ -508,6 +522,7 @@ def build_data(
         stream=stream,
         origin=origin,
         columns=columns,
+        skipped=skips.ranges,
         notes=tuple(note for note in notes if note),
     )
     if training.teacher_logits is None:

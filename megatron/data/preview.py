@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.config.batch import final_consumed_samples
@@ -18,7 +18,8 @@ from megatron.data.dataset_info import find_tokenizer_info
 from megatron.data.fim_dataset import SPARE_IDS
 from megatron.data.gpt_dataset import split_ranges
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.loader import build_data, build_masks, note_many_epochs, split_sample_counts
+from megatron.data.loader import DataSource, build_data, build_masks, note_many_epochs, split_sample_counts
+from megatron.data.skipped_dataset import SKIPPED, SampleSkips
 
 MAX_DATASETS_SHOWN = 8  # datasets listed
 
@@ -37,14 +38,20 @@ class DatasetUse(NamedTuple):
     padding: float | None  # share of the samples that holds no token; None if documents are not packed
 
 
-def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> list[str]:
+def preview_data(
+    config: RunConfig,
+    world_size: int,
+    iteration: int = 0,
+    consumed_samples: int = 0,
+    segments: Mapping[str, Sequence[int]] | None = None,
+) -> list[str]:
     """Return lines for the configuration summary, one per dataset; none for mock data.
 
     Reads only the size and the header of each file, unless a split might be too small for a sample. ``iteration`` and
-    ``consumed_samples`` are where the run begins.
+    ``consumed_samples`` are where the run begins, and ``segments`` are those of `build_data`.
 
     Raises:
-        UserError: if the data options are invalid.
+        UserError: if the data options are invalid, or skip what has been consumed.
         DataError: if a file is invalid, or the data are too small for the run, as at its start.
     """
     if config.data.mock_data:
@@ -53,9 +60,7 @@ def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consume
     begin = iteration, consumed_samples
     streams = config.diloco.streams
     if config.data.chat_data_path or config.data.generated:
-        return build_data(
-            config.data, config.training, config.model.vocab, dp, begin=begin, stream=(0, streams)
-        ).summary()
+        return _generated(config, dp, begin, segments).summary()
     tokens = streams * final_consumed_samples(config.training, dp, *begin) * config.training.seq_length
     length = config.training.seq_length
     packed = None if config.data.packing == "concat" else (length, SPARE_IDS * config.data.fim_data)
@@ -67,7 +72,11 @@ def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consume
         known = find_tokenizer_info(config.data, config.model.vocab)
         masks = build_masks(config.data, known, config.model.vocab, prefix).describe()
         rows += [f"{'documents':<11}{masks}"] if masks else []
-    notes: list[str] = []
+    skips = SampleSkips(
+        config.data, config.training.seq_length, (segments or {}).get(SKIPPED, ()), streams * consumed_samples
+    )
+    skips.check_sources(sources["train"].blend.prefixes)
+    notes = skips.notes(tokens // config.training.seq_length)
     needed = {split: source for split, source in resolve_sources(config.data, read).items() if split in read}
     prefixes = dict.fromkeys(prefix for source in needed.values() for prefix in source.blend.prefixes)
     sequences = {prefix: len(IndexedDataset(prefix, verify=False)) for prefix in prefixes}
@@ -85,16 +94,28 @@ def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consume
 
 
 def data_fingerprints(
-    config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0
+    config: RunConfig,
+    world_size: int,
+    iteration: int = 0,
+    consumed_samples: int = 0,
+    segments: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, str]:
     """Return `DataSource.fingerprints` of the data that :func:`preview_data` describes; no order is built for files."""
     data, training, streams = config.data, config.training, config.diloco.streams
     dp, begin = config.parallel.data_parallel_size(world_size), (iteration, consumed_samples)
     if data.generated or data.chat_data_path:
-        return build_data(data, training, config.model.vocab, dp, begin=begin, stream=(0, streams)).fingerprints
+        return _generated(config, dp, begin, segments).fingerprints
     read = split_sample_counts(data, training, dp, begin, streams=streams)
     builders, _ = file_segment_builders(data, read, training, config.model.vocab, None)
     return {split: builder.fingerprint for split, builder in builders.items()}
+
+
+def _generated(
+    config: RunConfig, dp: int, begin: tuple[int, int], segments: Mapping[str, Sequence[int]] | None
+) -> DataSource:
+    """Return the data of a run without token files."""
+    streams, vocab_size = config.diloco.streams, config.model.vocab
+    return build_data(config.data, config.training, vocab_size, dp, segments=segments, begin=begin, stream=(0, streams))
 
 
 def _fewest_sequences(split: str, source: SplitSource, sequences: Mapping[str, int]) -> int:

@@ -23,6 +23,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from megatron.checkpoint.durable_files import checksum, publish_file
@@ -31,6 +32,7 @@ from megatron.config.text import counted
 from megatron.data.document_origins import make_runs
 from megatron.data.errors import DataError
 from megatron.data.indexed_writer import RESUME, IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
+from megatron.data.manifest import InputRecords
 from megatron.data.preprocess.corpus import (
     BLOCK_BYTES,
     BadDocument,
@@ -94,6 +96,7 @@ class EncodedBlock(NamedTuple):
     bad: int  # documents not encoded
     described: tuple[BadDocument, ...]  # the first `MAX_DESCRIBED` of them
     origins: NDArray[Any]  # runs of the documents, with lines and files counted within the block
+    checksums: tuple[bytes, ...]  # of the lines, or of each plain file
     differs: BadDocument | None  # set if engine and tokenizer disagree
 
 
@@ -110,6 +113,7 @@ class BlockEncoder:
         """Return the ids of a block's documents."""
         block, lines = load_block(block)
         columns, places, bad = self._read(block)
+        checksums = _checksums(block, dict(zip((file for file, _ in places), columns[0])))
         try:
             encoded = [self._engine.encode_batch(texts) for texts in columns]
         except ValueError:
@@ -126,6 +130,7 @@ class BlockEncoder:
             bad=len(bad),
             described=tuple(bad[:MAX_DESCRIBED]),
             origins=_origins(block, places),
+            checksums=checksums,
             differs=self._spot_check(columns, places),
         )
 
@@ -184,6 +189,13 @@ class BlockEncoder:
         return BadDocument(*places[index], seen, (f"--engine {OWN_LIBRARY}",))
 
 
+def _checksums(block: Block, texts: Mapping[Path, bytes]) -> tuple[bytes, ...]:
+    """Return the checksum of the lines or rows of a block, or that of the text of each plain file."""
+    if isinstance(block, LineBlock):
+        return (xxhash.xxh3_64_digest(block.read()),)
+    return tuple(xxhash.xxh3_64_digest(texts.get(file, b"")) for file in block.files)
+
+
 def _origins(block: Block, places: Sequence[tuple[Path, int]]) -> NDArray[Any]:
     """Return the runs of origins of documents at these places of a block."""
     lines = np.array([line for _, line in places], np.int64)
@@ -239,6 +251,7 @@ class RunState:
     bad: tuple[int, int, int] = (0, 0, 0)  # counts of `BadDocumentReport`
     files: int = 0  # read completely
     blocks: int = 0  # read of the next file
+    inputs: list[list[Any]] = field(default_factory=list)  # `InputRecords.records`
     complete: bool = False  # the token files are complete and get their final names
 
     @staticmethod
@@ -277,6 +290,15 @@ def _settings(
         "--engine": engine.name,
         "--max-line-bytes": str(plan.max_line_bytes),
         "versions of libraries": f"{libraries}, blocks {BLOCK_FORMAT} of {plan.block_bytes}",
+    }
+
+
+def _describe(plan: PreprocessOptions, tokenizer: Tokenizer, engine: EncodeEngine) -> dict[str, Any]:
+    """Return the fields of the manifest that are known before the input is read."""
+    return {
+        "tokenizer": {"type": TokenizerRecord.of(tokenizer).tokenizer_type, "fingerprint": tokenizer.fingerprint},
+        "options": {"append_eod": plan.append_eod, "json_keys": plan.keys, "max_line_bytes": plan.max_line_bytes},
+        "engine": engine.name,
     }
 
 
@@ -342,9 +364,10 @@ def write_dataset(
         totals = replace(state.totals, before=state.totals)
         report = BadDocumentReport(plan.skip_bad, progress.message, state.bad)
         names = [plan.names.get(str(file), str(file)) for file in plan.files]
+        inputs, manifest = InputRecords(state.inputs), _describe(plan, tokenizer, engine)
         writers = [
             stack.enter_context(
-                IndexedDatasetWriter(output_prefix(plan.prefix, key), dtype, extra_files, written, names)
+                IndexedDatasetWriter(output_prefix(plan.prefix, key), dtype, extra_files, written, names, manifest)
             )
             for key, written in zip(plan.keys, state.written)
         ]
@@ -352,6 +375,7 @@ def write_dataset(
         def save() -> None:
             state.written = [writer.save() for writer in writers]
             state.totals, state.bad = replace(totals, before=None), report.counts
+            state.inputs = inputs.records
             publish_file(state_path, json.dumps(asdict(state)).encode())
 
         state_path = RunState.path(plan.prefix, plan.keys)
@@ -365,6 +389,9 @@ def write_dataset(
             check()
             if result.differs is not None:
                 raise result.differs.of(report.lines_before(block))
+            for number, digest in enumerate(result.checksums, state.files):
+                stored = block.stored if isinstance(block, LineBlock) else before[number].st_size
+                inputs.add(number, stored, digest)
             origins = result.origins
             origins["file"] += state.files
             if isinstance(block, LineBlock):
@@ -384,18 +411,25 @@ def write_dataset(
             if time.monotonic() >= next_save:
                 save()
                 next_save = time.monotonic() + SAVE_SECONDS
-        for file, old in zip(plan.files, before):
-            new = file.stat()
-            if (new.st_size, new.st_mtime_ns) != (old.st_size, old.st_mtime_ns):
-                raise DataError(f"{file} was changed while it was read", "rerun when no process is writing it")
+        _check_unchanged(plan.files, before)
         if not totals.tokens:
             seen = f"the documents of the input are all empty ({totals.documents:,})"
             raise DataError(seen, "another --input")
         state.complete = True
         save()
+        manifest["inputs"] = [*inputs.describe(names)]
+        manifest["dropped"] = {"invalid": totals.bad} if totals.bad else {}
+        manifest["counts"] = {"text_bytes": totals.text_bytes}
         publish_all(writers)
         state_path.unlink()
     return totals, engine
+
+
+def _check_unchanged(files: Sequence[Path], before: Sequence[os.stat_result]) -> None:
+    for file, old in zip(files, before):
+        new = file.stat()
+        if (new.st_size, new.st_mtime_ns) != (old.st_size, old.st_mtime_ns):
+            raise DataError(f"{file} was changed while it was read", "rerun when no process is writing it")
 
 
 def _check_keys(plan: PreprocessOptions) -> None:

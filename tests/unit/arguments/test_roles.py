@@ -173,6 +173,7 @@ CHANGED = {
     "softmax_type": "off-by-one",
     "seq_length": "4",
     "rampup_batch_size": "2 2 8",
+    "schedule_tokens": "0 96 0 96",
     "step_batch_size_schedule": "0:2 16:4",
     "train_samples": "40 --set train_iters=null",
     "min_lr": "1e-3",

@@ -180,7 +180,7 @@ def test_an_output_that_would_be_an_input_is_refused(tmp_path: Path) -> None:
 def test_a_record_of_other_ids_goes_with_them(tmp_path: Path) -> None:
     with_record(tmp_path / "all", files=("tokenizer.json",))
     merge_datasets([MergeInput.of(str(write(tmp_path / "a", [[1]])))], str(tmp_path / "all"))
-    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx", "all.bin", "all.idx"]
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx", "all.bin", "all.idx", "all.manifest.json"]
 
 
 def test_a_disk_that_is_too_small_is_refused_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,5 +295,6 @@ def test_killed_it_leaves_no_pair_and_can_be_run_again(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
         IndexedDataset(tmp_path / "all")
     assert main(flags) == 0
-    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx", "all.bin", "all.idx", "b.bin", "b.idx"]
+    written = {f"all.{suffix}" for suffix in ("bin", "idx", "manifest.json")}
+    assert {*os.listdir(tmp_path)} == {"a.bin", "a.idx", "b.bin", "b.idx"} | written
     assert pair(tmp_path / "all") == pair(write(tmp_path / "expected", [[1] * 1000] * 2))
