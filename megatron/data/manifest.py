@@ -223,7 +223,7 @@ def merge_fields(manifests: Sequence[DatasetManifest | None]) -> dict[str, Any]:
     inputs = [each.get("inputs") for each in facts]
     together = {
         "inputs": None if None in inputs else _fold([record for each in inputs if each for record in each]),
-        "dropped": _sums([each.get("dropped", {}) for each in facts]),
+        "dropped": dict(sorted(_sums([each.get("dropped", {}) for each in facts]).items())),
     }
     fields = {}
     for name, value in facts[0].items():
