@@ -197,12 +197,12 @@ def lr_scale(config: RunConfig, data_parallel_size: int) -> float:
 
 
 class ScheduleLengths(NamedTuple):
-    """Lengths of the learning-rate schedule, in samples from the start of the run."""
+    """Lengths of the learning-rate schedule, in samples from its start, which is that of the phase or of the run."""
 
     warmup: float  # end of the warm-up
     decay: float  # end of the decay
     final: float | None  # length of WSD's final decay; None if not set
-    total: int  # end of the run
+    total: float  # end of the run
 
 
 def schedule_lengths(
@@ -218,6 +218,9 @@ def schedule_lengths(
         consumed_samples: samples consumed by those steps.
     """
     optimizer = config.optimizer
+    if optimizer.schedule_tokens is not None:
+        in_samples = [tokens / config.training.seq_length for tokens in optimizer.schedule_tokens]
+        return ScheduleLengths(in_samples[0], in_samples[1], in_samples[2] or None, in_samples[3])
     samples_per_step = full_global_batch_size(config.training, data_parallel_size)
     consumed = samples_without_rampup(config.training, data_parallel_size, consumed_samples)
 
@@ -239,6 +242,16 @@ def schedule_lengths(
     return ScheduleLengths(
         warmup if optimizer.lr_warmup_fraction is None else optimizer.lr_warmup_fraction * decay, decay, final, total
     )
+
+
+def schedule_start(config: RunConfig, origin: Origin) -> float:
+    """Return the samples of the run that are consumed when its schedule starts.
+
+    With ``--schedule-tokens`` the samples of earlier phases count as many of this phase as have their tokens.
+    """
+    if config.optimizer.schedule_tokens is None:
+        return origin.samples
+    return origin.samples - origin.tokens / config.training.seq_length
 
 
 LOSS_CHUNK_TOKENS, LOSS_CHUNK_BYTES = 1024, 1 << 30

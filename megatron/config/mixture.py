@@ -1,7 +1,7 @@
 """The file of ``--data-mixture``: sources, and stages that each mix them in their own proportions.
 
 `read_mixture` reads the file, `plan_stages` converts it to numbers of samples for a run of a given length. Both read
-nothing but that small file and the names in folders. The samples are in :mod:`megatron.data.mixture`.
+nothing but that file and the names in folders. The samples are in :mod:`megatron.data.mixture`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config.errors import Problem, UserError
-from megatron.config.files import parse_yaml, read_small
+from megatron.config.files import parse_json, parse_yaml, read_small
+from megatron.config.option import Run, option
 from megatron.config.text import counted, did_you_mean, listed
 
 MIXTURE_CODE = "E520"
@@ -76,6 +78,12 @@ class Mixture:
     stages: tuple[Stage, ...]  # at least one
     valid: Mapping[str, Source] = field(default_factory=dict)  # validation sets by name
 
+    @property
+    def prefixes(self) -> dict[str, tuple[str, ...]]:
+        """Prefixes of all files by split."""
+        parts = {"train": self.sources, "valid": self.valid}
+        return {split: tuple(path for source in of.values() for path in source.paths) for split, of in parts.items()}
+
     def select(self, names: Sequence[str]) -> Mixture:
         """Return the mixture with only the stages ``names``, or all for none; shares keep their proportions."""
         stages = tuple(stage for stage in self.stages if stage.name in names) if names else self.stages
@@ -104,6 +112,40 @@ class Mixture:
         }
 
 
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class MixtureOptions:
+    """Options of mixtures."""
+
+    data_mixture: str | None = option(None, role="free")
+    """YAML or JSON file with the sources of the training data, and stages with the proportions of these. Validation
+    sets are those of the file, or valid_data_path."""
+    data_mixture_stages: tuple[str, ...] = option((), role="free", needs="data_mixture")
+    """Stages of data_mixture that the run consists of. Default: all."""
+
+    def check_mixture_stages(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that the chosen stages exist, and have samples of one length."""
+        if self.data_mixture is None:
+            return
+        try:
+            mixture = read_mixture(self.data_mixture)
+        except UserError:  # reported with the other sources of data
+            return
+        known, length = [stage.name for stage in mixture.stages], config.training.seq_length
+        for name in (name for name in self.data_mixture_stages if name not in known):
+            sentence = f"--data-mixture {mixture.path} has no stage {name!r}, only {listed(known)}"
+            yield Problem(MIXTURE_CODE, sentence, (f"--data-mixture-stages {did_you_mean(name, known) or known[0]}",))
+        stages = mixture.select(self.data_mixture_stages).stages
+        same = [stage.name for stage in stages if stage.seq_length in (None, length)]
+        other = [stage for stage in stages if stage.name not in same]
+        if other:
+            sentence = (
+                f"stage {other[0].name} of --data-mixture {mixture.path} has samples of {other[0].seq_length:,} "
+                f"tokens, but this run of {length:,}: another length is another phase of training"
+            )
+            fix = f"--data-mixture-stages {' '.join(same)}" if same else f"--seq-length {other[0].seq_length}"
+            yield Problem(MIXTURE_CODE, sentence, (fix,))
+
+
 def read_mixture(path: str) -> Mixture:
     """Read a mixture file.
 
@@ -111,11 +153,21 @@ def read_mixture(path: str) -> Mixture:
         UserError: with all problems.
     """
     try:
-        tree = parse_yaml(read_small(path))
+        status = os.stat(path)
+        return _read_mixture(path, (status.st_mtime_ns, status.st_size))
     except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
         reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is no YAML: {error}"
-        raise UserError([Problem(MIXTURE_CODE, f"--data-mixture {path} {reason}")]) from None
-    return _Reader(path).read(tree)
+        fix = ("write it as JSON, which has no such limit",) if "more than" in reason else ()
+        raise UserError([Problem(MIXTURE_CODE, f"--data-mixture {path} {reason}", fix)]) from None
+
+
+@lru_cache(maxsize=8)
+def _read_mixture(path: str, version: tuple[int, int]) -> Mixture:
+    """Read a file in this ``version``; many checks read it."""
+    content = read_small(path)
+    return _Reader(path).read(parse_json(content) if content.lstrip().startswith(b"{") else parse_yaml(content))
 
 
 class _Reader:
@@ -133,6 +185,10 @@ class _Reader:
             self._wrong("there are no sources", f"write in it: {FORM}")
         valid = self._sources("valid", top.get("valid"), ("path",))
         stages = tuple(self._stages(top, sources))
+        users = Counter(path for source in sources.values() for path in set(source.paths))
+        for path in (path for path, count in users.items() if count > 1):
+            names = [name for name, source in sources.items() if path in source.paths]
+            self._wrong(f"{listed(names)} all read {path}: each would repeat what the others read", f"drop {names[-1]}")
         if self._problems:
             raise UserError(self._problems)
         return Mixture(self._path, sources, stages, valid)
@@ -166,7 +222,7 @@ class _Reader:
             words: list[Any] = given if isinstance(given, list) else [given]
             if not words or not all(isinstance(word, str) and word for word in words):
                 self._wrong(f"{where} needs a path", f"{name}: {{path: PREFIX}}")
-                continue
+                words = []
             limit = values.get("max_epochs")
             paths = tuple(prefix for word in words for prefix in self._prefixes(where, word))
             epochs = None if limit is None else self._amount(f"{where}, max_epochs", limit, "4")

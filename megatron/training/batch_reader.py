@@ -13,6 +13,7 @@ from megatron.checkpoint.format import Manifest
 from megatron.config.batch import WHOLE_RUN, Origin, batch_size_stages
 from megatron.config.run import RunConfig
 from megatron.config.text import listed, listed_ranks
+from megatron.data.dataset import fingerprint as content_hash
 from megatron.data.dataset import split_label
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data
@@ -152,6 +153,11 @@ class BatchReader(Component):
         self.digest_read += prefetched.digest
         return [replace(batch, step=self._progress.iteration) for batch in prefetched.batches]
 
+    def pass_over(self) -> None:
+        """Count the samples of the next step as read."""
+        self._prefetched = None
+        self._places("train", self._progress.place, self.next_batch_size)
+
     def prefetch(self) -> None:
         """Read the batch of the step after the current one, which a GPU is computing and which is not counted yet."""
         if self._progress.iteration + 1 >= self._progress.total_steps:
@@ -173,12 +179,18 @@ class BatchReader(Component):
         return self._read(split, index * size, size)
 
     def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
+        data = self.source
+        places = self._places(split, first, size)
+        rows = None if self.cp is None else self.cp.rows(data.seq_length)
+        return [data.micro_batch(split, group, self._progress.iteration, self._device, rows) for group in places]
+
+    def _places(self, split: str, first: int, size: int) -> list[range]:
+        """Return the places of this rank's micro-batches, and add training samples to the digest."""
         data, mesh = self.source, self._mesh
         places = data.rank_places(split, first, size, mesh.dp_rank, mesh.dp_size)
         if split == "train" and mesh.coordinate["cp"] == 0:  # its peers read the same samples
             self.digest_read += data.digest_places(split, places)
-        rows = None if self.cp is None else self.cp.rows(data.seq_length)
-        return [data.micro_batch(split, group, self._progress.iteration, self._device, rows) for group in places]
+        return places
 
     def samples_digest(self) -> int:
         """Return the digest of all consumed samples, computed from the sample order."""
@@ -207,7 +219,9 @@ class BatchReader(Component):
         Raises:
             UserError: if the training samples, consumed or still to come, are not those of the run that saved.
         """
-        saved, now = manifest.state["data"], self.source.stream
+        progress, saved, now = self._progress, manifest.state["data"], self.source.stream
+        if progress.place == 0 < progress.iteration:  # a phase with data of its own begins
+            return ()
         stream = tuple(saved.get("stream", (0, 1)))
         recorded = bool(saved["digest"])  # Megatron-LM records no samples
         reordered = recorded and stream == now and f"{self.start_digest:016x}" != saved["digest"]
@@ -226,7 +240,7 @@ class BatchReader(Component):
         """
         return {
             # "stretches" is the name of the segments in this file format.
-            "stretches": {split: list(counts) for split, counts in self.source.segments.items()},
+            "stretches": self.source.laid_out(self._progress.place),
             "fingerprints": dict(self.source.fingerprints),
             "digest": f"{self.consumed_digest():016x}",
             "stream": list(self.source.stream),
@@ -245,6 +259,8 @@ def check_same_data(data: DataSource, world: Group) -> None:
         + " + ".join(f"{count:,}" for count in data.segments[name])
         for name, fingerprint in data.fingerprints.items()
     }
+    if data.skipped:
+        layout["train"] += f", skipped {content_hash(*data.skipped.to_list())}"
     differing, versions = differences(layout, world)
     if differing:
         kinds = " and ".join(map(split_label, differing))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.arguments.checks.training import schedule_problems
-from megatron.config.batch import Origin, final_iteration, lr_scale, schedule_lengths
+from megatron.config.batch import Origin, final_iteration, lr_scale, schedule_lengths, schedule_start
 from megatron.config.errors import UserError
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
@@ -90,7 +90,8 @@ class Trainer:
         if problems := [*schedule_problems(config, dp, batches_since)]:
             raise UserError(problems)
         lengths = schedule_lengths(config, dp, *batches_since)
-        self.schedule = LearningRateSchedule.from_config(config.optimizer, lengths, lr_scale(config, dp))
+        start = schedule_start(config, progress.origin)
+        self.schedule = LearningRateSchedule.from_config(config.optimizer, lengths, lr_scale(config, dp), start)
         with self.clock("data"):
             self.reader.open(segments)
 
