@@ -21,6 +21,7 @@ from megatron.data.indexed_writer import check_not_existing, id_dtype
 from megatron.data.preprocess.corpus import BLOCK_BYTES
 from megatron.data.preprocess.encode import PreprocessOptions, RunState, output_prefix, write_dataset
 from megatron.data.preprocess.files import add_input_flags, find_text_files, spool_pipes
+from megatron.data.preprocess.workers import available_cores
 from megatron.data.progress import PreprocessProgress, PreprocessTotals
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import ENGINES
@@ -66,6 +67,7 @@ def build_parser() -> ToolParser:
     add_tokenizer_flags(parser)
     add = parser.add_argument_group("output").add_argument
     prefix = "path and beginning of the files' names"
+    add("--drop", metavar="DIR", type=Path, help="leave out the documents that deduplicate.py listed in this folder")
     add("--append-eod", action="store_true", help="append the end-of-document id to nonempty documents")
     add("--output-prefix", required=True, metavar="PREFIX", help=prefix)
     add("--overwrite", action="store_true", help="replace existing files of this prefix")
@@ -84,22 +86,12 @@ def build_parser() -> ToolParser:
     return parser
 
 
-def available_cores() -> int:
-    """Return the number of cores available to this process, limited by its affinity and control group."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return bound
-    return bound if quota == "max" else max(1, min(bound, round(int(quota) / int(period))))
-
-
 def summary(plan: PreprocessOptions, totals: PreprocessTotals, dtype: str, engine: str, seconds: float) -> str:
     """Return the statistics of the run, in a few lines."""
     ratio = totals.text_bytes / totals.tokens
     return (
         f"files: {len(plan.files):,}, documents: {totals.documents:,}, empty texts: {totals.empty:,}, "
-        f"passed over: {totals.bad:,}\n"
+        f"passed over: {totals.bad:,}{f', dropped: {totals.dropped:,}' if plan.drop else ''}\n"
         f"text bytes: {totals.text_bytes:,}, tokens: {totals.tokens:,} ({dtype}), bytes per token: {ratio:.2f}\n"
         f"time: {seconds:.1f}s, {totals.rates(seconds)}, workers: {plan.workers}, engine: {engine}"
     )
@@ -123,6 +115,7 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
         skip_bad=args.on_bad_line == "skip",
         max_line_bytes=args.max_line_bytes,
         overwrite=args.overwrite,
+        drop=args.drop,
     )
     if plan.workers == 1:
         os.environ.setdefault("RAYON_NUM_THREADS", "1")  # the default of Rust libraries is one thread per core

@@ -43,6 +43,7 @@ from megatron.data.preprocess.corpus import (
     read_block,
     split_into_blocks,
 )
+from megatron.data.preprocess.drop_list import DropList, mark_dropped
 from megatron.data.preprocess.files import MAX_LINE_BYTES, is_table
 from megatron.data.preprocess.workers import WorkerPool
 from megatron.data.progress import PreprocessProgress, PreprocessTotals
@@ -78,6 +79,7 @@ class PreprocessOptions:
     block_bytes: int = BLOCK_BYTES  # bytes of text that a worker encodes at once
     max_line_bytes: int = MAX_LINE_BYTES  # of a line or a plain file; a longer one is an invalid document
     overwrite: bool = False  # start over if an interrupted run had other settings, instead of failing
+    drop: Path | None = None  # folder of a `DropList`, whose documents are left out
 
 
 class EncodedBlock(NamedTuple):
@@ -127,7 +129,7 @@ class BlockEncoder:
     def _read(self, block: Block) -> tuple[list[list[bytes]], list[tuple[Path, int]], list[BadDocument]]:
         """Return for each key the texts in UTF-8, the file and line of each valid document, and the bad documents."""
         keys = self._plan.keys
-        if isinstance(block, LineBlock) and not block.damage and not is_table(block.file):
+        if isinstance(block, LineBlock) and not (block.damage or block.dropped or is_table(block.file)):
             columns = parse_valid_lines(block.read(), keys)
             if columns is not None:
                 return columns, [(block.file, number) for number in range(1, len(columns[0]) + 1)], []
@@ -250,7 +252,11 @@ class RunState:
 
 
 def _settings(
-    plan: PreprocessOptions, tokenizer: Tokenizer, engine: EncodeEngine, stats: Sequence[os.stat_result]
+    plan: PreprocessOptions,
+    tokenizer: Tokenizer,
+    engine: EncodeEngine,
+    stats: Sequence[os.stat_result],
+    drop: DropList | None,
 ) -> dict[str, str]:
     """Return everything the output and its blocks depend on, by the flag that sets it."""
     files = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(plan.files, stats)]
@@ -262,6 +268,7 @@ def _settings(
         "--append-eod": str(plan.append_eod),
         "--engine": engine.name,
         "--max-line-bytes": str(plan.max_line_bytes),
+        "--drop": "" if drop is None else drop.digest,
         "versions of libraries": f"{libraries}, blocks {BLOCK_FORMAT} of {plan.block_bytes}",
     }
 
@@ -312,6 +319,7 @@ def write_dataset(
         OSError: if a file cannot be read or written.
     """
     _check_keys(plan)
+    drop = None if plan.drop is None else DropList.open(plan.drop)
     before = [file.stat() for file in plan.files]
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -324,7 +332,7 @@ def write_dataset(
         extra_files = {f"{FILES_SUFFIX}/{name}": content for name, content in tokenizer.files.items()}
         extra_files[RECORD_SUFFIX] = TokenizerRecord.of(tokenizer).to_bytes()
         dtype = id_dtype(tokenizer.vocab_size)
-        state = _resume(plan, _settings(plan, tokenizer, engine, before), progress.message)
+        state = _resume(plan, _settings(plan, tokenizer, engine, before, drop), progress.message)
         totals = replace(state.totals, before=state.totals)
         report = BadDocumentReport(plan.skip_bad, progress.message, state.bad)
         writers = [
@@ -340,7 +348,7 @@ def write_dataset(
         state_path = RunState.path(plan.prefix, plan.keys)
         next_save = time.monotonic() + SAVE_SECONDS
         unread = split_into_blocks(plan.files[state.files :], plan.keys, plan.block_bytes, plan.max_line_bytes)
-        blocks = islice(unread, state.blocks, None)
+        blocks = islice(unread if drop is None else mark_dropped(unread, drop), state.blocks, None)
         encode = BlockEncoder(plan, tokenizer, engine)
         here = ((block, encode(block)) for block in blocks)
         results = here if pool is None else pool.encoded(blocks, engine.name, check)
@@ -348,11 +356,13 @@ def write_dataset(
             check()
             if result.differs is not None:
                 raise result.differs.of(report.lines_before(block))
-            report.add(block, result.lines, result.documents + result.bad, result.described, result.bad)
+            documents = result.documents + result.bad + len(block.dropped)
+            report.add(block, result.lines, documents, result.described, result.bad)
             for writer, column in zip(writers, result.columns):
                 writer.add_documents(*column)
             totals.stored_bytes += block.stored
             totals.documents += result.documents
+            totals.dropped += len(block.dropped)
             totals.empty += result.empty
             totals.text_bytes += result.text_bytes
             totals.bad = report.count
