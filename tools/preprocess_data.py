@@ -89,9 +89,10 @@ def build_parser() -> ToolParser:
 def summary(plan: PreprocessOptions, totals: PreprocessTotals, dtype: str, engine: str, seconds: float) -> str:
     """Return the statistics of the run, in a few lines."""
     ratio = totals.text_bytes / totals.tokens
+    dropped = "".join(f"dropped: {count:,} by {reason}\n" for reason, count in totals.dropped.items())
     return (
         f"files: {len(plan.files):,}, documents: {totals.documents:,}, empty texts: {totals.empty:,}, "
-        f"passed over: {totals.bad:,}{f', dropped: {totals.dropped:,}' if plan.drop else ''}\n"
+        f"passed over: {totals.bad:,}\n{dropped}"
         f"text bytes: {totals.text_bytes:,}, tokens: {totals.tokens:,} ({dtype}), bytes per token: {ratio:.2f}\n"
         f"time: {seconds:.1f}s, {totals.rates(seconds)}, workers: {plan.workers}, engine: {engine}"
     )
@@ -116,6 +117,7 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
         max_line_bytes=args.max_line_bytes,
         overwrite=args.overwrite,
         drop=args.drop,
+        names={copy: name for copy, name in zip(inputs, args.input) if copy != name},
     )
     if plan.workers == 1:
         os.environ.setdefault("RAYON_NUM_THREADS", "1")  # the default of Rust libraries is one thread per core

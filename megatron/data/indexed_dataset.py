@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
+from megatron.data.manifest import MANIFEST_SUFFIX, recorded_fingerprint
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_VERSION = 1
@@ -123,20 +124,21 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of the index and of a sample of the ids, independent of file names.
+        """`compute_fingerprint` of the pair.
 
-        Reads `FINGERPRINT_BLOCKS` evenly spaced blocks of ``.bin``: another corpus or tokenizer is detected, a few
-        changed ids in a large file are not.
+        Raises:
+            DataError: when the manifest of the pair records another one.
         """
-        digest = hashlib.blake2b(digest_size=8)
-        for table in (self.lengths, self.documents):  # the pointers follow from the lengths
-            digest.update(f"{self.dtype.str} {len(table)};".encode())
-            digest.update(table.data)
-        ids = self.tokens.view(np.uint8)
-        last = max(0, len(ids) - FINGERPRINT_BLOCK_BYTES)
-        for start in np.linspace(0, last, FINGERPRINT_BLOCKS, dtype=np.int64).tolist():
-            digest.update(ids[start : start + FINGERPRINT_BLOCK_BYTES].data)
-        return digest.hexdigest()
+        computed = compute_fingerprint(self.dtype, self.lengths, self.documents, self.tokens)
+        recorded = recorded_fingerprint(self.prefix)
+        if recorded not in (None, computed):
+            raise DataError(
+                f"{self.prefix}.bin and .idx are not the files of {self.prefix}.{MANIFEST_SUFFIX}: "
+                f"their fingerprint is {computed}, expected {recorded}",
+                "copy the files of the pair again",
+                f"if they are right: rm {self.prefix}.{MANIFEST_SUFFIX}",
+            )
+        return computed
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """Return ids ``[length]`` of sequence ``i`` from ``offset`` on, by default to its end, as a read-only view.
@@ -203,6 +205,25 @@ class IndexedDataset:
             f"{self.prefix}.{suffix}: {field} is {seen}, expected {expected}",
             "copy both files again, or write them again with tools/preprocess_data.py",
         )
+
+
+def compute_fingerprint(
+    dtype: np.dtype[Any], lengths: NDArray[Any], documents: NDArray[Any], tokens: NDArray[Any]
+) -> str:
+    """Return 16 hexadecimal digits of the index and of a sample of the ids, independent of file names.
+
+    Reads `FINGERPRINT_BLOCKS` evenly spaced blocks of ``.bin``: another corpus or tokenizer is detected, a few changed
+    ids in a large file are not.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for table in (lengths, documents):  # the pointers follow from the lengths
+        digest.update(f"{dtype.str} {len(table)};".encode())
+        digest.update(table.data)
+    ids = tokens.view(np.uint8)
+    last = max(0, len(ids) - FINGERPRINT_BLOCK_BYTES)
+    for start in np.linspace(0, last, FINGERPRINT_BLOCKS, dtype=np.int64).tolist():
+        digest.update(ids[start : start + FINGERPRINT_BLOCK_BYTES].data)
+    return digest.hexdigest()
 
 
 def _map(path: str) -> NDArray[np.uint8]:

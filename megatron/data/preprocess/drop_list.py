@@ -24,6 +24,7 @@ from megatron.data.preprocess.corpus import Block, FileBlock, load_block
 
 LIST_FORMAT = 1
 LIST_NAME, ROWS_NAME = "drop.json", "drop.rows"
+DROP_LIST = "drop list"  # the reason, in counts
 ROW = np.dtype("<u8")
 
 

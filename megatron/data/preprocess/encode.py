@@ -11,24 +11,28 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from megatron.checkpoint.durable_files import checksum, publish_file
 from megatron.config.files import parse_json, read_small
 from megatron.config.text import counted
+from megatron.data.document_origins import make_runs
 from megatron.data.errors import DataError
 from megatron.data.indexed_writer import RESUME, IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
+from megatron.data.manifest import InputRecords
 from megatron.data.preprocess.corpus import (
     BLOCK_BYTES,
     BadDocument,
@@ -43,7 +47,7 @@ from megatron.data.preprocess.corpus import (
     read_block,
     split_into_blocks,
 )
-from megatron.data.preprocess.drop_list import DropList, mark_dropped
+from megatron.data.preprocess.drop_list import DROP_LIST, DropList, mark_dropped
 from megatron.data.preprocess.files import MAX_LINE_BYTES, is_table
 from megatron.data.preprocess.workers import WorkerPool
 from megatron.data.progress import PreprocessProgress, PreprocessTotals
@@ -58,7 +62,7 @@ from megatron.data.tokenizers.tokenizer import (
     build_tokenizer,
 )
 
-BLOCK_FORMAT = 2  # increased when the same files are cut into other blocks: the position of a run counts them
+BLOCK_FORMAT = 3  # increased when the same files are cut into other blocks, or the saved state changes
 SAVE_SECONDS = 10.0  # between savings of the state of a run
 MAX_DESCRIBED = 20  # bad documents of a block described; the others are only counted
 SPOT_CHECK_BYTES = 300  # bytes of a block that the tokenizer's own library encodes too
@@ -80,6 +84,7 @@ class PreprocessOptions:
     max_line_bytes: int = MAX_LINE_BYTES  # of a line or a plain file; a longer one is an invalid document
     overwrite: bool = False  # start over if an interrupted run had other settings, instead of failing
     drop: Path | None = None  # folder of a `DropList`, whose documents are left out
+    names: Mapping[str, str] = field(default_factory=dict)  # what the origins call the copies of pipes, by their path
 
 
 class EncodedBlock(NamedTuple):
@@ -92,6 +97,8 @@ class EncodedBlock(NamedTuple):
     text_bytes: int  # UTF-8 bytes of all texts
     bad: int  # documents not encoded
     described: tuple[BadDocument, ...]  # the first `MAX_DESCRIBED` of them
+    origins: NDArray[Any]  # runs of the documents, with lines and files counted within the block
+    checksums: tuple[bytes, ...]  # of the lines, or of each plain file
     differs: BadDocument | None  # set if engine and tokenizer disagree
 
 
@@ -108,6 +115,7 @@ class BlockEncoder:
         """Return the ids of a block's documents."""
         block, lines = load_block(block)
         columns, places, bad = self._read(block)
+        checksums = _checksums(block, dict(zip((file for file, _ in places), columns[0])))
         try:
             encoded = [self._engine.encode_batch(texts) for texts in columns]
         except ValueError:
@@ -123,6 +131,8 @@ class BlockEncoder:
             text_bytes=sum(sum(map(len, texts)) for texts in columns),
             bad=len(bad),
             described=tuple(bad[:MAX_DESCRIBED]),
+            origins=_origins(block, places),
+            checksums=checksums,
             differs=self._spot_check(columns, places),
         )
 
@@ -181,6 +191,22 @@ class BlockEncoder:
         return BadDocument(*places[index], seen, (f"--engine {OWN_LIBRARY}",))
 
 
+def _checksums(block: Block, texts: Mapping[Path, bytes]) -> tuple[bytes, ...]:
+    """Return the checksum of the lines or rows of a block, or that of the text of each plain file."""
+    if isinstance(block, LineBlock):
+        return (xxhash.xxh3_64_digest(block.read()),)
+    return tuple(xxhash.xxh3_64_digest(texts.get(file, b"")) for file in block.files)
+
+
+def _origins(block: Block, places: Sequence[tuple[Path, int]]) -> NDArray[Any]:
+    """Return the runs of origins of documents at these places of a block."""
+    lines = np.array([line for _, line in places], np.int64)
+    if isinstance(block, LineBlock):
+        return make_runs(lines)
+    numbers = {file: number for number, file in enumerate(block.files)}
+    return make_runs(lines, np.array([numbers[file] for file, _ in places], np.int32))
+
+
 class EncoderPool(WorkerPool[tuple[str, Block], EncodedBlock]):
     """Pool of processes that encode blocks."""
 
@@ -222,11 +248,12 @@ class RunState:
     """Position of a run, saved beside its temporary files, from which the same command continues after any end."""
 
     settings: dict[str, str]  # everything the output depends on
-    written: list[tuple[int, int, int]]  # for each key, what `IndexedDatasetWriter` continues from
+    written: list[tuple[int, int, int, int]]  # for each key, what `IndexedDatasetWriter` continues from
     totals: PreprocessTotals
     bad: tuple[int, int, int] = (0, 0, 0)  # counts of `BadDocumentReport`
     files: int = 0  # read completely
     blocks: int = 0  # read of the next file
+    inputs: list[list[Any]] = field(default_factory=list)  # `InputRecords.records`
     complete: bool = False  # the token files are complete and get their final names
 
     @staticmethod
@@ -273,6 +300,15 @@ def _settings(
     }
 
 
+def _describe(plan: PreprocessOptions, tokenizer: Tokenizer, engine: EncodeEngine) -> dict[str, Any]:
+    """Return the fields of the manifest that are known before the input is read."""
+    return {
+        "tokenizer": {"type": TokenizerRecord.of(tokenizer).tokenizer_type, "fingerprint": tokenizer.fingerprint},
+        "options": {"append_eod": plan.append_eod, "json_keys": plan.keys, "max_line_bytes": plan.max_line_bytes},
+        "engine": engine.name,
+    }
+
+
 def _resume(plan: PreprocessOptions, settings: dict[str, str], message: Callable[[str], object]) -> RunState:
     """Return the state of an interrupted run with these settings, or that of a new one.
 
@@ -298,7 +334,7 @@ def _resume(plan: PreprocessOptions, settings: dict[str, str], message: Callable
     for key in sorted(keys):
         for left in remove_unfinished_files(output_prefix(plan.prefix, key)):
             message(f"removed {left}, left by a run that was killed")
-    return RunState(settings, [(0, 0, 0)] * len(plan.keys), PreprocessTotals())
+    return RunState(settings, [(0, 0, 0, 0)] * len(plan.keys), PreprocessTotals())
 
 
 def write_dataset(
@@ -335,14 +371,19 @@ def write_dataset(
         state = _resume(plan, _settings(plan, tokenizer, engine, before, drop), progress.message)
         totals = replace(state.totals, before=state.totals)
         report = BadDocumentReport(plan.skip_bad, progress.message, state.bad)
+        names = [plan.names.get(str(file), str(file)) for file in plan.files]
+        inputs, manifest = InputRecords(state.inputs), _describe(plan, tokenizer, engine)
         writers = [
-            stack.enter_context(IndexedDatasetWriter(output_prefix(plan.prefix, key), dtype, extra_files, written))
+            stack.enter_context(
+                IndexedDatasetWriter(output_prefix(plan.prefix, key), dtype, extra_files, written, names, manifest)
+            )
             for key, written in zip(plan.keys, state.written)
         ]
 
         def save() -> None:
             state.written = [writer.save() for writer in writers]
             state.totals, state.bad = replace(totals, before=None), report.counts
+            state.inputs = inputs.records
             publish_file(state_path, json.dumps(asdict(state)).encode())
 
         state_path = RunState.path(plan.prefix, plan.keys)
@@ -356,13 +397,22 @@ def write_dataset(
             check()
             if result.differs is not None:
                 raise result.differs.of(report.lines_before(block))
+            for number, digest in enumerate(result.checksums, state.files):
+                stored = block.stored if isinstance(block, LineBlock) else before[number].st_size
+                inputs.add(number, stored, digest)
+            origins = result.origins
+            origins["file"] += state.files
+            if isinstance(block, LineBlock):
+                origins["row"] += report.lines_before(block)
             documents = result.documents + result.bad + len(block.dropped)
             report.add(block, result.lines, documents, result.described, result.bad)
             for writer, column in zip(writers, result.columns):
+                writer.add_origins(origins)
                 writer.add_documents(*column)
             totals.stored_bytes += block.stored
             totals.documents += result.documents
-            totals.dropped += len(block.dropped)
+            if block.dropped:
+                totals.dropped[DROP_LIST] = totals.dropped.get(DROP_LIST, 0) + len(block.dropped)
             totals.empty += result.empty
             totals.text_bytes += result.text_bytes
             totals.bad = report.count
@@ -372,18 +422,25 @@ def write_dataset(
             if time.monotonic() >= next_save:
                 save()
                 next_save = time.monotonic() + SAVE_SECONDS
-        for file, old in zip(plan.files, before):
-            new = file.stat()
-            if (new.st_size, new.st_mtime_ns) != (old.st_size, old.st_mtime_ns):
-                raise DataError(f"{file} was changed while it was read", "rerun when no process is writing it")
+        _check_unchanged(plan.files, before)
         if not totals.tokens:
             seen = f"the documents of the input are all empty ({totals.documents:,})"
             raise DataError(seen, "another --input")
         state.complete = True
         save()
+        manifest["inputs"] = [*inputs.describe(names)]
+        manifest["dropped"] = ({"invalid": totals.bad} if totals.bad else {}) | totals.dropped
+        manifest["counts"] = {"text_bytes": totals.text_bytes}
         publish_all(writers)
         state_path.unlink()
     return totals, engine
+
+
+def _check_unchanged(files: Sequence[Path], before: Sequence[os.stat_result]) -> None:
+    for file, old in zip(files, before):
+        new = file.stat()
+        if (new.st_size, new.st_mtime_ns) != (old.st_size, old.st_mtime_ns):
+            raise DataError(f"{file} was changed while it was read", "rerun when no process is writing it")
 
 
 def _check_keys(plan: PreprocessOptions) -> None:

@@ -349,7 +349,7 @@ def test_preprocessing_leaves_out_the_listed_documents(
     capsys.readouterr()
     to_bytes = ["--tokenizer-type", "ByteTokenizer", "--output-prefix"]
     assert preprocess([*common, "--drop", str(tmp_path / "list"), *to_bytes, str(tmp_path / "dropped")]) == 0
-    assert f"passed over: 1, dropped: {len(expected)}" in capsys.readouterr().out
+    assert f"passed over: 1\ndropped: {len(expected)} by drop list" in capsys.readouterr().out
     kept = [text for number, (*_, text) in enumerate(documents, 1) if number not in expected]
     plain = write_lines(tmp_path / "kept.jsonl", kept)
     assert preprocess(["--input", str(plain), *to_bytes, str(tmp_path / "kept")]) == 0
