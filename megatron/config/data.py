@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron.config.fim import FimOptions
 from megatron.config.mixture import MixtureOptions
 from megatron.config.option import MegatronOption, Need, Run, WithPluginOptions, option
 from megatron.config.skipping import SkippingOptions
@@ -60,7 +61,7 @@ def _check_tokenizer_type(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class DataConfig(MixtureOptions, SkippingOptions, WithPluginOptions):
+class DataConfig(MixtureOptions, SkippingOptions, FimOptions, WithPluginOptions):
     """Token files, how documents are packed into samples, and the tokenizer."""
 
     data_path: tuple[str, ...] = option((), role="free")

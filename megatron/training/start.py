@@ -25,6 +25,7 @@ from megatron.config.run import RunConfig
 from megatron.config.schemes import split_scheme
 from megatron.config.text import echo
 from megatron.convert.huggingface.config import build_config_json, model_folder, read_model_values
+from megatron.data.blend_usage import blend_usage
 from megatron.data.build import resolve_epochs
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
@@ -186,12 +187,22 @@ def check_start(parsed: ParsedArguments, source: ResumeSource | None = None) -> 
     position = start.iteration, start.consumed_samples
     with collected():
         data = preview_data(config, size, *position, start.segments) if parsed.check_only else []
+        check_mixture(config, size)
         if start.data is not None:
             fingerprints = data_fingerprints(config, size, *position, start.segments)
             notes += compare_data(start.data, fingerprints, config, start.own)
     if problems:
         raise UserError(problems, notes)
     return Start(replace(parsed, config=config, notes=tuple(notes)), position, data)
+
+
+def check_mixture(config: RunConfig, world_size: int) -> None:
+    """Check that the stages of a new run fit it, and that no source is read too often, before torch is imported.
+
+    Raises as `blend_usage`. A run that resumes may be longer than its stages; `build_data` checks it.
+    """
+    if config.data.data_mixture is not None and find_resume_source(config.resume_options).fresh:
+        blend_usage(config, world_size)
 
 
 def refuse(error: UserError | DataError) -> int:
