@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron.config.data_store import TOKEN_FILES, DataStoreOptions
 from megatron.config.option import MegatronOption, Need, WithPluginOptions, option
 
 CHAT_DATA = Need("chat_data_path")
@@ -34,7 +35,6 @@ UNSUPPORTED_TOKENIZER_TYPES = {
 """Other tokenizers of Megatron-LM, with the reason why they are not supported."""
 
 DATA_FILES = Need("not mock_data and not plugin_dataset", "data in files")
-TOKEN_FILES = Need("not mock_data and not plugin_dataset and not chat_data_path", "files of tokens")
 DOCUMENTS = Need(
     "not mock_data and not plugin_dataset and not chat_data_path",
     "documents (generated tokens have none, and conversations are always separate)",
@@ -57,7 +57,7 @@ def _check_tokenizer_type(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class DataConfig(WithPluginOptions):
+class DataConfig(WithPluginOptions, DataStoreOptions):
     """Token files, how documents are packed into samples, and the tokenizer."""
 
     data_path: tuple[str, ...] = option((), role="free")

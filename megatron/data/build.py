@@ -51,6 +51,7 @@ from megatron.data.gpt_dataset import (
 from megatron.data.index_cache import IndexCache, Tables
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packed_dataset import PackedDataset
+from megatron.data.prefixes import use_data_store
 
 OVERSAMPLING = 0.005
 SEED_MODULUS = 2**32
@@ -132,6 +133,7 @@ def file_segment_builders(
     open_files = functools.cache(IndexedDataset)  # each is opened once however many splits read it
     seq_length = training.seq_length
     sources = resolve_sources(data, read)
+    use_data_store(data, (prefix for source in sources.values() for prefix in source.blend.prefixes))
     builders: dict[str, FileSegmentBuilder] = {}
     notes = []
     for split, needed in read.items():
