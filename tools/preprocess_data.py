@@ -123,6 +123,7 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
         skip_bad=args.on_bad_line == "skip",
         max_line_bytes=args.max_line_bytes,
         overwrite=args.overwrite,
+        names={copy: name for copy, name in zip(inputs, args.input) if copy != name},
     )
     if plan.workers == 1:
         os.environ.setdefault("RAYON_NUM_THREADS", "1")  # the default of Rust libraries is one thread per core

@@ -35,10 +35,11 @@ class DataStoreOptions:
     """Largest size of the token blocks in data_store_cache; those not used for longest are deleted. The .idx files are
     kept beside them and do not count."""
     data_store_block_bytes: int = option(
-        8 << 20, role="start", at_least=CHUNK_BYTES, at_most=1 << 30, needs=TOKEN_FILES
+        16 << 20, role="start", at_least=CHUNK_BYTES, at_most=1 << 30, needs=TOKEN_FILES
     )
-    """Bytes of a .bin that are read from an object store at a time, a multiple of 262144. Smaller blocks waste less of
-    a cache that is much smaller than the data, larger ones need fewer requests."""
+    """Bytes of a .bin that are read from an object store at a time, a multiple of 262144. The manifest of the data has
+    checksums for multiples of 16777216 only. Smaller blocks waste less of a cache that is much smaller than the data,
+    larger ones need fewer requests."""
 
     def check_data_store(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that blocks are whole parts with a checksum each, and that the cache holds some."""

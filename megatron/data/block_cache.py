@@ -36,11 +36,11 @@ USAGE = struct.Struct("<q")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def chunk_sums(content: bytes | memoryview) -> NDArray[np.uint64]:
-    """Return the xxh3 checksum of each `CHUNK_BYTES` of ``content``, uint64 ``[chunks]``."""
+def chunk_sums(content: bytes | memoryview, size: int = CHUNK_BYTES) -> NDArray[np.uint64]:
+    """Return the xxh3 checksum of each ``size`` bytes of ``content``, uint64 ``[chunks]``."""
     view = memoryview(content)
-    starts = range(0, len(view), CHUNK_BYTES)
-    return np.array([xxhash.xxh3_64_intdigest(view[at : at + CHUNK_BYTES]) for at in starts], dtype="<u8")
+    starts = range(0, len(view), size)
+    return np.array([xxhash.xxh3_64_intdigest(view[at : at + size]) for at in starts], dtype="<u8")
 
 
 class BlockCache:

@@ -8,7 +8,7 @@ next), and the samples are shuffled. Three tables hold this order (`SampleOrder`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron.config.data_paths import split_shares
-from megatron.data.dataset import Dataset, Sample, SourceUsage, Span, fingerprint, splitmix64
+from megatron.data.dataset import Sample, SourceDataset, SourceUsage, Span, fingerprint, splitmix64
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 
@@ -43,12 +43,12 @@ class SampleOrder(NamedTuple):
         return len(self.document_index) // len(self.part)
 
 
-class GPTDataset(Dataset):
+class GPTDataset(SourceDataset):
     """Samples of ``seq_length`` tokens (``seq_length + 1`` ids) in the order of `build_sample_order`."""
 
     def __init__(self, indexed: IndexedDataset, order: SampleOrder) -> None:
-        self.order = order
-        self.seq_length = order.seq_length
+        self.order, self.part, self.seq_length = order, order.part, order.seq_length
+        self.epochs, self.largest_table = order.epochs, order.document_index
         self.source = indexed.prefix
         self.tokens = indexed.count_tokens(order.part)  # in one epoch
         self._indexed = indexed
@@ -63,7 +63,7 @@ class GPTDataset(Dataset):
     @cached_property
     def fingerprint(self) -> str:
         """See `files_fingerprint`."""
-        return files_fingerprint(self._indexed, self.order.part, self.order.seq_length)
+        return files_fingerprint(self._indexed, self.part, self.seq_length)
 
     def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Hash the first sequence and offset, and the last sequence, of each of the samples ``places [n]``."""
@@ -80,6 +80,10 @@ class GPTDataset(Dataset):
         parts = [self._indexed.get(sequence, offset, length) for sequence, offset, length in self._pieces(i)]
         return Sample.of(np.concatenate(parts, dtype=np.int64))
 
+    def epoch_of(self, i: int) -> int:
+        """See `SourceDataset.epoch_of`."""
+        return int(self.order.shuffle_index[i]) * self.seq_length // self.tokens
+
     def spans(self, i: int) -> tuple[Span, ...]:
         """See `Dataset.spans`."""
         lengths = self._indexed.lengths
@@ -87,6 +91,17 @@ class GPTDataset(Dataset):
             Span(self.source, sequence, offset, int(lengths[sequence]) - offset if length is None else length)
             for sequence, offset, length in self._pieces(i)
         )
+
+    def places_of(self, sequences: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """See `Dataset.places_of`; in place of all samples, searches the order of the documents."""
+        numbers = sequences.get(self.source, np.empty(0, np.int64))
+        numbers = numbers[self._indexed.lengths[numbers] > 0]
+        at = np.flatnonzero(np.isin(self.order.document_index, numbers))
+        firsts = self.order.sample_index[:, 0]  # sample j reads the places firsts[j] to firsts[j + 1]
+        begins = np.searchsorted(firsts[1:], at, side="left")
+        ends = np.minimum(np.searchsorted(firsts, at, side="right"), len(self))
+        changes = np.bincount(begins, minlength=len(self) + 1) - np.bincount(ends, minlength=len(self) + 1)
+        return np.flatnonzero(np.cumsum(changes)[self.order.shuffle_index] > 0)
 
     def _pieces(self, i: int) -> Iterator[tuple[int, int, int | None]]:
         """Yield sequence, offset and number of tokens of the parts of sample ``i``; None for the rest of a sequence."""

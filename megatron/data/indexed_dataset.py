@@ -26,6 +26,7 @@ import mmap
 import os
 import resource
 import struct
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
@@ -36,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
+from megatron.data.manifest import MANIFEST_SUFFIX, recorded_fingerprint
 from megatron.data.prefixes import remote_prefix
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
@@ -144,28 +146,24 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of the index and of a sample of the ids, independent of file names.
+        """`compute_fingerprint` of the pair.
 
-        Reads `FINGERPRINT_BLOCKS` evenly spaced blocks of ``.bin``: another corpus or tokenizer is detected, a few
-        changed ids in a large file are not.
+        Raises:
+            DataError: when the manifest of the pair records another one.
         """
-        return self._fingerprint() if self.remote is None else self.remote.fingerprint(self._fingerprint)
-
-    def _fingerprint(self) -> str:
-        digest = hashlib.blake2b(digest_size=8)
-        for table in (self.lengths, self.documents):  # the pointers follow from the lengths
-            digest.update(f"{self.dtype.str} {len(table)};".encode())
-            digest.update(table.data)
-        last = max(0, self.tokens.nbytes - FINGERPRINT_BLOCK_BYTES)
-        starts = np.linspace(0, last, FINGERPRINT_BLOCKS, dtype=np.int64).tolist()
-        if self.remote is not None:
-            blocks = self.remote.tokens.sample(starts, FINGERPRINT_BLOCK_BYTES)
-        else:
-            ids = self.tokens.view(np.dtype("u1"))
-            blocks = [ids[start : start + FINGERPRINT_BLOCK_BYTES].tobytes() for start in starts]
-        for block in blocks:
-            digest.update(block)
-        return digest.hexdigest()
+        facts = self.dtype, self.lengths, self.documents, self.tokens
+        if self.remote is not None:  # the manifest's checksums are compared with all that is read
+            return self.remote.fingerprint(lambda sample: compute_fingerprint(*facts, sample))
+        computed = compute_fingerprint(*facts)
+        recorded = recorded_fingerprint(self.prefix)
+        if recorded not in (None, computed):
+            raise DataError(
+                f"{self.prefix}.bin and .idx are not the files of {self.prefix}.{MANIFEST_SUFFIX}: "
+                f"their fingerprint is {computed}, expected {recorded}",
+                "copy the files of the pair again",
+                f"if they are right: rm {self.prefix}.{MANIFEST_SUFFIX}",
+            )
+        return computed
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """Return ids ``[length]`` of sequence ``i`` from ``offset`` on, by default to its end, as a read-only view.
@@ -232,6 +230,31 @@ class IndexedDataset:
             f"{self.prefix}.{suffix}: {field} is {seen}, expected {expected}",
             "copy both files again, or write them again with tools/preprocess_data.py",
         )
+
+
+def compute_fingerprint(
+    dtype: np.dtype[Any],
+    lengths: NDArray[Any],
+    documents: NDArray[Any],
+    tokens: TokenArray,
+    sample: Callable[[Sequence[int], int], Iterable[bytes]] | None = None,
+) -> str:
+    """Return 16 hexadecimal digits of the index and of a sample of the ids, independent of file names.
+
+    Reads `FINGERPRINT_BLOCKS` evenly spaced blocks of ``.bin``, with ``sample(starts, size)`` if it is given: another
+    corpus or tokenizer is detected, a few changed ids in a large file are not.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for table in (lengths, documents):  # the pointers follow from the lengths
+        digest.update(f"{dtype.str} {len(table)};".encode())
+        digest.update(table.data)
+    last = max(0, tokens.nbytes - FINGERPRINT_BLOCK_BYTES)
+    starts = np.linspace(0, last, FINGERPRINT_BLOCKS, dtype=np.int64).tolist()
+    ids = tokens.view(np.dtype("u1"))
+    blocks = (ids[at : at + FINGERPRINT_BLOCK_BYTES].tobytes() for at in starts)
+    for block in blocks if sample is None else sample(starts, FINGERPRINT_BLOCK_BYTES):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _map(path: str) -> NDArray[np.uint8]:

@@ -1,12 +1,12 @@
 """Token files in object stores, ``s3://bucket/prefix``: read in blocks, through a cache on a local disk.
 
-`TokenStore.open` lists the objects of a prefix, and copies the small ones (``.idx``, the tokenizer's record and files,
-``.sums``) whole to a folder of the cache, once per machine. ``.bin`` stays where it is: `RemoteTokens` reads the blocks
-that are needed. Each object is identified by its size and ETag (or time): one that was replaced is another object, with
-blocks of its own, and a run that reads the old one ends.
+`TokenStore.open` lists the objects of a prefix, and copies the small ones (``.idx``, the manifest, the tokenizer's
+record and files) whole to a folder of the cache, once per machine. ``.bin`` stays where it is: `RemoteTokens` reads the
+blocks that are needed. Each object is identified by its size and ETag (or time): one that was replaced is another
+object, with blocks of its own, and a run that reads the old one ends.
 
-Wrong bytes are never used. Bytes from the store are compared with the checksums in ``.sums``
-(:mod:`megatron.data.token_sums`) if it is there, else with those of the first time that they were read; bytes from the
+Wrong bytes are never used. Bytes from the store are compared with the checksums of the manifest
+(:mod:`megatron.data.manifest`) if it is there, else with those of the first time that they were read; bytes from the
 cache with those written beside them. Requests that fail are repeated with growing pauses.
 """
 
@@ -15,7 +15,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from megatron.checkpoint.durable_files import LockState, make_folder, publish_file, sync_file, try_lock
@@ -34,10 +34,18 @@ from megatron.config.privacy import check_access
 from megatron.data.block_cache import BlockCache, chunk_sums
 from megatron.data.dataset import fingerprint
 from megatron.data.errors import DataError
-from megatron.data.token_sums import SUMS_SUFFIX, TokenSums
+from megatron.data.manifest import (
+    BLOCK_BYTES,
+    COPY_AGAIN,
+    MANIFEST_SUFFIX,
+    ORIGINS_SUFFIX,
+    BlockChecksums,
+    FileChecksums,
+    Manifest,
+)
 
-SMALL_SUFFIXES = ("idx", "tokens.json", "manifest.json", "origins", SUMS_SUFFIX)
-"""Objects of a prefix that are copied whole; those in the folder ``PREFIX.tokenizer`` are, too."""
+SMALL_SUFFIXES = (MANIFEST_SUFFIX, "tokens.json", ORIGINS_SUFFIX, "idx")
+"""Objects of a prefix that are copied whole, in this order; those in the folder ``PREFIX.tokenizer`` are, too."""
 
 COPY_BYTES = 32 << 20
 FETCH_THREADS = 8
@@ -96,6 +104,9 @@ def store_errors(path: RemotePath, what: str) -> Iterator[None]:
         raise DataError(f"{path}: {what}: {error.strerror or error}", fix) from error
 
 
+BYTES = np.dtype("u1")
+
+
 class RemoteTokens:
     """The ids of a ``.bin`` in a store, read as they are sliced; thread-safe."""
 
@@ -105,8 +116,8 @@ class RemoteTokens:
         folder: Path,
         cache: BlockCache,
         block_bytes: int,
-        sums: NDArray[np.uint64] | None,
-        dtype: np.dtype[Any],
+        sums: NDArray[np.uint64] | None = None,
+        dtype: np.dtype[Any] = BYTES,
     ) -> None:
         """Read ``source``, whose blocks are kept in ``folder``.
 
@@ -115,11 +126,12 @@ class RemoteTokens:
             folder: of the cache, for this object.
             cache: that has this folder.
             block_bytes: bytes of a block, a multiple of `CHUNK_BYTES`.
-            sums: uint64 ``[chunks]`` checksums of the object; None if there are none.
+            sums: uint64 ``[parts]`` checksums of each `BLOCK_BYTES` of the object; None if there are none.
             dtype: of the ids.
         """
         self.source, self.block_bytes, self.dtype = source, block_bytes, dtype
         self._folder, self._cache, self._sums = folder, cache, sums
+        self._last: tuple[int, bytes] | None = None  # number and content of a block that could not be kept
         self._blocks = folder / f"blocks-{block_bytes}"
         self.fetched = 0  # blocks that this process has read from the store
 
@@ -177,10 +189,11 @@ class RemoteTokens:
                     self._cache.write(file, path, content)
                     return content[slice(*part)]
             found = self._cache.read(path, len(block), *part)  # another process has written it
-        if found is None:  # it cannot be kept: read as little as can be verified
-            first = start - start % CHUNK_BYTES
-            content = self._download(range(first, min(-(-stop // CHUNK_BYTES) * CHUNK_BYTES, self.source.size)))
-            return content[start - first : stop - first]
+        if found is None:  # it cannot be kept
+            last = self._last  # of another thread in the next moment
+            if last is None or last[0] != number:
+                last = self._last = number, self._download(block)
+            found = last[1][slice(*part)]
         return found
 
     def fetch(self, number: int) -> bool:
@@ -202,31 +215,28 @@ class RemoteTokens:
             raise BlockingIOError(errno.EAGAIN, "the cache cannot be written", str(path))
         return False
 
-    def _download(self, part: range) -> bytes:
-        """Read whole chunks from the store, and verify them."""
-        first = part.start // CHUNK_BYTES
+    def _download(self, block: range) -> bytes:
+        """Read a block from the store, and verify it."""
+        recorded = self._sums is not None and self.block_bytes % BLOCK_BYTES == 0
+        size = BLOCK_BYTES if recorded else CHUNK_BYTES
 
         def check(content: bytes) -> str | None:
-            sums = chunk_sums(content)
-            known = self._known(first, len(sums))
-            wrong = np.flatnonzero((known != sums) & (known != 0))
+            found, first = chunk_sums(content, size), block.start // size
+            known = self._sums[first : first + len(found)] if recorded else self._seen(first, len(found))  # type: ignore[index]
+            wrong = np.flatnonzero((known != found) & (known != 0))
             if wrong.size:
-                at = (first + int(wrong[0])) * CHUNK_BYTES
-                return f"the bytes from {at:,} on have another checksum than " + (
-                    "before" if self._sums is None else f"in .{SUMS_SUFFIX}"
-                )
-            if self._sums is None:
-                self._remember(first, sums)
+                at = (first + int(wrong[0])) * size
+                return f"the bytes from {at:,} on have another checksum than " + ("recorded" if recorded else "before")
+            if not recorded:
+                self._remember(first, found)
             return None
 
-        content = self.source.read(part.start, part.stop, check)
+        content = self.source.read(block.start, block.stop, check)
         self.fetched += 1
         return content
 
-    def _known(self, first: int, count: int) -> NDArray[np.uint64]:
-        """Return the known checksums of chunks, uint64 ``[count]``; 0 for those never read."""
-        if self._sums is not None:
-            return self._sums[first : first + count]
+    def _seen(self, first: int, count: int) -> NDArray[np.uint64]:
+        """Return the checksums of chunks when they were first read, uint64 ``[count]``; 0 for those never read."""
         held = b""
         with suppress(OSError), open(self._folder / "seen", "rb") as file:
             file.seek(8 * first)
@@ -253,16 +263,16 @@ class RemotePrefix(NamedTuple):
 
     local: str  # prefix of the copies of its small files
     tokens: RemoteTokens
-    sums: TokenSums | None
+    manifest: Manifest | None
 
-    def fingerprint(self, compute: Callable[[], str]) -> str:
-        """Return the fingerprint of the data: the recorded one, else ``compute()``, which is kept in the cache."""
-        if self.sums is not None:
-            return self.sums.fingerprint
+    def fingerprint(self, compute: Callable[[Callable[[Sequence[int], int], Iterable[bytes]]], str]) -> str:
+        """Return that of the manifest, else the result of ``compute`` with a sample, which is kept in the cache."""
+        if self.manifest is not None:
+            return self.manifest.fingerprint
         path = Path(f"{self.local}.fingerprint")
         with suppress(OSError):
             return path.read_text()
-        found = compute()
+        found = compute(self.tokens.sample)
         with suppress(OSError):
             publish_file(path, found.encode())
         return found
@@ -322,13 +332,19 @@ class TokenStore:
         folder = self.folder / f"{name}-{fingerprint(source.path, source.size, source.version)}"
         copies = folder / f"files-{fingerprint(*versions)}"
         make_folder(copies, private=True)
-        for key, each in sorted(small.items(), key=lambda item: item[0].endswith(".idx")):  # after .sums
-            self._copy(each, copies / key, copies / f"{name}.{SUMS_SUFFIX}")
-        local = str(copies / name)
-        sums = TokenSums.read(local, source.size) if f"{name}.{SUMS_SUFFIX}" in small else None
-        chunks = None if sums is None else sums.chunks
-        tokens = RemoteTokens(source, folder, self.cache, self._block_bytes, chunks, np.dtype("u1"))
-        return RemotePrefix(local, tokens, sums)
+        manifest, sums = None, None
+        for key, each in small.items():  # the manifest is the first
+            suffix = key.removeprefix(f"{name}.")
+            self._copy(each, copies / key, None if manifest is None else manifest.files.get(suffix))
+            if suffix == MANIFEST_SUFFIX:
+                manifest = Manifest.read(copies / name)
+        if manifest is not None and (known := manifest.files.get("bin")) is not None:
+            if known.bytes != source.size:
+                seen = f"{source.path} has {source.size:,} bytes, but by its manifest {known.bytes:,}"
+                raise DataError(seen, COPY_AGAIN)
+            sums = np.array([int(each, 16) for each in known.xxh3], dtype="<u8")
+        tokens = RemoteTokens(source, folder, self.cache, self._block_bytes, sums)
+        return RemotePrefix(str(copies / name), tokens, manifest)
 
     def _make_folder(self) -> None:
         check_access(self.folder, shared=True)
@@ -347,29 +363,24 @@ class TokenStore:
                     self._listings[folder] = folder.call(ask)
             return self._listings[folder]
 
-    def _copy(self, source: StoredObject, target: Path, sums: Path) -> None:
-        """Copy an object to a file, unless it is there; one process of the machine does."""
+    def _copy(self, source: StoredObject, target: Path, known: FileChecksums | None) -> None:
+        """Copy an object to a file, unless it is there, and compare it with its checksums; one process does."""
         if target.exists():
             return
         target.parent.mkdir(exist_ok=True)
         with open(f"{target}.lock", "ab") as lock:
             while try_lock(lock) is LockState.HELD and not target.exists():
-                threading.Event().wait(0.05)
+                time.sleep(0.05)
             if target.exists():
                 return
             part = Path(f"{target}.part")
-            hashed = xxhash.xxh3_64()
             with open(part, "wb") as file:
+                sink = BlockChecksums(file)
                 for start in range(0, source.size, COPY_BYTES):
-                    content = source.read(start, min(start + COPY_BYTES, source.size))
-                    hashed.update(content)
-                    file.write(content)
+                    sink.write(source.read(start, min(start + COPY_BYTES, source.size)))
                 sync_file(file)
-            known = TokenSums.read_index_sum(sums) if target.suffix == ".idx" and sums.exists() else None
-            if known not in (None, hashed.intdigest()):
-                part.unlink()
-                seen = f"{source.path}: the index has another checksum than in .{SUMS_SUFFIX}"
-                raise DataError(seen, f"upload .idx and .{SUMS_SUFFIX} again")
+            if known is not None:
+                known.compare(sink.finish(), str(source.path))
             os.rename(part, target)
 
 

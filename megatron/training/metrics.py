@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from megatron.config.batch import final_consumed_samples, final_iteration
+from megatron.config.batch import WHOLE_RUN, Origin, final_consumed_samples, final_iteration
 from megatron.config.run import RunConfig
 from megatron.data.dataset import SPLIT_LABELS, split_kind, validation_set_name
 from megatron.distributed import comm
@@ -145,6 +145,12 @@ class StepMetrics:
     # auxiliary losses and metrics of the objective, by name; the same names in every step
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def of_nothing(cls, loss_scale: Tensor, extra: Sequence[str]) -> Self:
+        """Return the results of a step that was not computed: its update is skipped, its metrics are NaN."""
+        nan, one = torch.full((), torch.nan, device=loss_scale.device), torch.ones((), device=loss_scale.device)
+        return cls(nan, nan, one, loss_scale.clone(), one, dict.fromkeys(extra, nan))
+
 
 class MetricsWindow:
     """Accumulates the metrics of the steps since the last log line.
@@ -162,6 +168,7 @@ class MetricsWindow:
         timers: Timers | None = None,
         goodput: Goodput | None = None,
         timing_option: str = "minmax",
+        origin: Origin = WHOLE_RUN,
     ) -> None:
         """Start an empty window. Collective over ``world``.
 
@@ -172,7 +179,9 @@ class MetricsWindow:
             timers: of this rank; None for no timers.
             goodput: accounts the time spent in steps; None for a new run.
             timing_option: ``--timing-log-option``: ``max``, ``minmax`` or ``all``.
+            origin: of the current phase of the run.
         """
+        self.origin = origin
         self.device = device
         self.seq_length = seq_length
         self.world = world or Group()
@@ -181,6 +190,8 @@ class MetricsWindow:
         self._timing_option = timing_option
         self._steps: list[Tensor] = []  # scalars of each
         self._samples: list[int] = []
+        self.computed = 0  # samples of the steps that were computed
+        self._last_computed = -1  # the last of these steps
         self._extra_names: tuple[str, ...] = ()
         self._barrier()
         self.world.meter.pop()  # discard waits and traffic from before the first step
@@ -188,12 +199,15 @@ class MetricsWindow:
         self.timers.watch.pop()
         self._window_start = self._last_goodput_time = time.perf_counter()
 
-    def add(self, step: StepMetrics, samples: int) -> None:
-        """Add a step of ``samples`` samples, without waiting for the device."""
+    def add(self, step: StepMetrics, samples: int, computed: bool = True) -> None:
+        """Add a step of ``samples`` samples, which was ``computed`` or not, without waiting for the device."""
         scalars = (step.loss, step.grad_norm, step.skipped, step.loss_scale, step.nonfinite, *step.extra.values())
         self._extra_names = tuple(step.extra)
         self._steps.append(torch.stack([x.detach().to(self.device, torch.float64) for x in scalars]))
         self._samples.append(samples)
+        if computed:
+            self.computed += samples
+            self._last_computed = len(self._steps) - 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -237,7 +251,7 @@ class MetricsWindow:
         losses, norms, skips, scales, nonfinite, *extra = torch.stack(self._steps, dim=1).tolist()
         now, steps = self._add_goodput(), len(self._steps)
         seconds = now - self._window_start
-        tokens_per_second = sum(self._samples) * self.seq_length / seconds
+        tokens_per_second = self.computed * self.seq_length / seconds
         skipped = [i for i, skip in enumerate(skips) if skip]
         mine = self._rank_stats(seconds / steps, captured)
         with self.world.meter.paused():
@@ -245,10 +259,10 @@ class MetricsWindow:
         metrics = {
             "iteration": iteration,
             "consumed-samples": consumed_samples,
-            "consumed-tokens": consumed_samples * self.seq_length,
+            "consumed-tokens": self.origin.tokens + (consumed_samples - self.origin.samples) * self.seq_length,
             "lm loss": _mean_of_finite(losses),
             **{name: _mean_of_finite(values) for name, values in zip(self._extra_names, extra)},
-            "grad-norm": norms[-1],
+            "grad-norm": norms[self._last_computed],
             "learning-rate": float(rates.lr),
             "decoupled-learning-rate": None if rates.decoupled_lr is None else float(rates.decoupled_lr),
             "weight-decay": rates.weight_decay,
@@ -268,6 +282,7 @@ class MetricsWindow:
             **(timer_metrics(ranks, self._timing_option) if self.timers.level else {}),
         }
         self._steps, self._samples, self._window_start = [], [], now
+        self.computed, self._last_computed = 0, -1
         return {name: value for name, value in metrics.items() if value is not None}
 
     def _rank_stats(self, seconds_per_step: float, captured: str) -> RankStats:

@@ -143,9 +143,10 @@ def check_start(parsed: ParsedArguments) -> Start:
             notes += start.notes
     position = start.iteration, start.consumed_samples
     with collected():
-        data = preview_data(config, size, *position) if parsed.check_only else []
+        data = preview_data(config, size, *position, start.segments) if parsed.check_only else []
         if start.data is not None:
-            notes += compare_data(start.data, data_fingerprints(config, size, *position), config, start.own)
+            fingerprints = data_fingerprints(config, size, *position, start.segments)
+            notes += compare_data(start.data, fingerprints, config, start.own)
     if problems:
         raise UserError(problems, notes)
     return Start(replace(parsed, config=config, notes=tuple(notes)), position, data)

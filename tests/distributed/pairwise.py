@@ -50,3 +50,24 @@ def valid_pairs(factors: Mapping[str, Sequence[Any]], valid: Callable[[Choice], 
 def pairs_of(choice: Choice) -> set[Pair]:
     """The pairs that occur in a complete choice."""
     return {frozenset(pair) for pair in combinations(choice.items(), 2)}
+
+
+def lightened(cases: Sequence[Choice], costs: Mapping[str, Sequence[Any]], valid: Callable[[Choice], bool]) -> None:
+    """Give cases the first valid value of each factor in ``costs``, unless only they have a pair of the one they had.
+
+    Args:
+        cases: complete choices, which change.
+        costs: values of factors by what they cost, the cheap ones first.
+        valid: see :func:`covering`.
+
+    """
+    times = Counter(pair for choice in cases for pair in pairs_of(choice))
+    for choice in cases:
+        for name, values in costs.items():
+            rest = [item for item in choice.items() if item[0] != name]
+            light = next(value for value in values if valid(choice | {name: value}))
+            had = [frozenset((item, (name, choice[name]))) for item in rest]
+            if all(times[pair] > 1 for pair in had):
+                times.subtract(had)
+                times.update(frozenset((item, (name, light))) for item in rest)
+                choice[name] = light

@@ -166,7 +166,9 @@ def check_needed(config: RunConfig, world_size: int) -> Iterator[Problem]:
     def fixes(part: str) -> tuple[str, ...]:
         if "all" in lists:
             return ("--split 969,30,1",)
-        return replace(paths, key=part if paths.file else f"--{part}-data-path").replace_with(["PREFIX"])
+        if paths.file and data.data_mixture is None:
+            return replace(paths, key=part).replace_with(["PREFIX"])
+        return (f"--{part}-data-path PREFIX",)
 
     if "train" not in available:
         yield Problem("E505", f"{missing} to train on", fixes("train"))

@@ -20,8 +20,8 @@ from megatron.config.data_store import CHUNK_BYTES, DataStoreOptions
 from megatron.data import token_store
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.prefixes import use_data_store
-from megatron.data.token_sums import SUMS_SUFFIX, TokenSums
 from tests.kit.processes import ForkedProgram
 from tests.unit.checkpoint.s3_server import Request, Store, serving, settings
 from tests.unit.data.pairs import write
@@ -58,10 +58,10 @@ def store(server: tuple[str, Store], pair: Path, monkeypatch: pytest.MonkeyPatch
     return found
 
 
-def opened(folder: Path, max_bytes: int = 1 << 30) -> IndexedDataset:
+def opened(folder: Path, max_bytes: int = 1 << 30, block: int = BLOCK) -> IndexedDataset:
     """Open the pair as a new process would, with a cache in ``folder``."""
     options = DataStoreOptions()
-    values = {"data_store_cache": str(folder), "data_store_cache_bytes": max_bytes, "data_store_block_bytes": BLOCK}
+    values = {"data_store_cache": str(folder), "data_store_cache_bytes": max_bytes, "data_store_block_bytes": block}
     for name, value in values.items():
         object.__setattr__(options, name, value)
     token_store.token_store(DataStoreOptions())  # forgets the one before
@@ -125,21 +125,23 @@ def test_a_store_that_is_gone_is_named_and_the_cache_goes_on(store: Store, pair:
     assert same(local, remote)
 
 
-def test_wrong_bytes_are_caught_by_recorded_checksums(store: Store, pair: Path, tmp_path: Path) -> None:
-    local = IndexedDataset(pair)
-    TokenSums.of(str(pair), local.fingerprint).write(str(pair), local.tokens.nbytes)
-    store.objects[f"bucket/data/words.{SUMS_SUFFIX}"] = pair.with_suffix(f".{SUMS_SUFFIX}").read_bytes()
-    remote = opened(tmp_path)
+def test_wrong_bytes_are_caught_by_the_manifest(store: Store, tmp_path: Path) -> None:
+    """Of which a block is 16 MiB."""
+    prefix, ids = tmp_path / "words", np.random.default_rng(0).integers(0, 60_000, 9_000_000)
+    with IndexedDatasetWriter(prefix, "u2", manifest={"counts": {}}) as writer:
+        writer.add_documents(ids, np.full(9, 1_000_000))
+    store.objects = {f"bucket/data/{file.name}": file.read_bytes() for file in tmp_path.iterdir()}
+    local, remote = IndexedDataset(prefix), opened(tmp_path / "a", block=16 << 20)
     assert (gets(store), remote.fingerprint) == (0, local.fingerprint)  # which is recorded, too
-    store.fault = lambda request: "corrupt" if gets(store) % 3 == 1 else None
+    store.fault = lambda request: "corrupt" if gets(store) == 1 else None
     assert np.array_equal(remote.tokens[:], local.tokens)
+    assert gets(store) == 3
     store.fault = lambda request: "corrupt" if request.key.endswith(("bin", "idx")) else None
-    with pytest.raises(DataError, match=r"another checksum than in \.sums"):
-        again = opened(tmp_path)
-        next(tmp_path.glob("*/blocks-*/*")).unlink()
-        again.tokens[:]
-    with pytest.raises(DataError, match=r"words.idx: the index has another checksum"):
-        opened(tmp_path / "other")
+    next(tmp_path.glob("a/*/blocks-*/*")).unlink()
+    with pytest.raises(DataError, match=r"another checksum than recorded"):
+        remote.tokens[:]
+    with pytest.raises(DataError, match=r"words.idx: bytes 0 to .* are not those of its manifest"):
+        opened(tmp_path / "b", block=16 << 20)
 
 
 def test_wrong_bytes_are_caught_by_what_was_read_before(store: Store, pair: Path, tmp_path: Path) -> None:
