@@ -25,6 +25,7 @@ from megatron.data.preprocess.files import add_input_flags, find_text_files, spo
 from megatron.data.preprocess.quality import FILTERS, GROUPS, expand_groups
 from megatron.data.preprocess.shards import FilesPart, Shard, select_part
 from megatron.data.preprocess.transforms import FILTER, MAP, QUALITY, Step
+from megatron.data.preprocess.workers import available_cores
 from megatron.data.progress import PreprocessProgress, PreprocessTotals
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import ENGINES
@@ -91,6 +92,7 @@ def build_parser() -> ToolParser:
     add(QUALITY, nargs="+", action=_AddSteps, metavar="NAME", help=rules)
     add = parser.add_argument_group("output").add_argument
     prefix = "path and beginning of the files' names"
+    add("--drop", metavar="DIR", type=Path, help="leave out the documents that deduplicate.py listed in this folder")
     add("--append-eod", action="store_true", help="append the end-of-document id to nonempty documents")
     add("--output-prefix", required=True, metavar="PREFIX", help=prefix)
     add("--overwrite", action="store_true", help="replace existing files of this prefix")
@@ -109,16 +111,6 @@ def build_parser() -> ToolParser:
         else:
             add(flag, action="store_const", const=True, help=why)
     return parser
-
-
-def available_cores() -> int:
-    """Return the number of cores available to this process, limited by its affinity and control group."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return bound
-    return bound if quota == "max" else max(1, min(bound, round(int(quota) / int(period))))
 
 
 def summary(plan: PreprocessOptions, totals: PreprocessTotals, dtype: str, engine: str, seconds: float) -> str:
@@ -158,6 +150,7 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
         start=part.start,
         stop=part.stop,
         steps=getattr(args, "steps", ()),
+        drop=args.drop,
         names={copy: name for copy, name in zip(inputs, args.input) if copy != name},
     )
     if plan.workers == 1:

@@ -215,6 +215,7 @@ class LineBlock(NamedTuple):
     damage: tuple[str, ...] = ()
     part: bool = False  # whether only a part of the file is read
     rows_before: int = 0  # rows of the file before that part
+    dropped: frozenset[int] = frozenset()  # lines or rows to leave out, from 1 on
 
     def read(self) -> bytes:
         """Return the lines; raise DataError if the file has become shorter."""
@@ -234,6 +235,7 @@ class FileBlock(NamedTuple):
     files: tuple[Path, ...]
     stored: int  # total size, compressed if they are
     max_bytes: int = MAX_LINE_BYTES  # of the text of a file
+    dropped: frozenset[int] = frozenset()  # files to leave out, from 1 on
 
 
 Block = LineBlock | FileBlock
@@ -497,6 +499,8 @@ def read_block(
 ) -> Iterator[TextDocument | DroppedDocument | BadDocument]:
     """Yield the documents of a block: one per line (except blank lines), row or plain file, an error for each bad one.
 
+    Those in ``block.dropped`` are left out.
+
     Args:
         block: to read.
         keys: JSON keys of the texts.
@@ -504,7 +508,7 @@ def read_block(
         transforms: applied to each document.
     """
     if isinstance(block, FileBlock):
-        for file in block.files:
+        for file in [file for number, file in enumerate(block.files, 1) if number not in block.dropped]:
             try:
                 content = _read_plain_text(file, block, check_utf8=bool(transforms) or not any_bytes)
                 place = file, 0
@@ -519,7 +523,7 @@ def read_block(
     number = 0
     lines: Sequence[bytes | Row] = parse_rows(block.read()) if is_table(file) else split_lines(block.read())
     for number, line in enumerate(lines, 1):
-        if isinstance(line, bytes) and not line.strip():
+        if number in block.dropped or (isinstance(line, bytes) and not line.strip()):
             continue
         size = len(line) if isinstance(line, bytes) else sum(len(line.get(key) or b"") for key in keys)
         try:

@@ -49,6 +49,7 @@ from megatron.data.preprocess.corpus import (
     read_block,
     split_into_blocks,
 )
+from megatron.data.preprocess.drop_list import DROP_LIST, DropList, mark_dropped
 from megatron.data.preprocess.files import MAX_LINE_BYTES, is_table
 from megatron.data.preprocess.shards import Shard
 from megatron.data.preprocess.transforms import FILTER, MAP, QUALITY, DocumentTransforms, Step
@@ -90,6 +91,7 @@ class PreprocessOptions:
     start: int = 0  # byte of the first file at which the shard begins
     stop: int | None = None  # byte of the last file at which it ends; None for the end of the file
     steps: Sequence[Step] = ()  # that change or drop documents, in this order
+    drop: Path | None = None  # folder of a `DropList`, whose documents are left out
     names: Mapping[str, str] = field(default_factory=dict)  # what the origins call the copies of pipes, by their path
 
 
@@ -150,7 +152,7 @@ class BlockEncoder:
         """Return for each key the texts in UTF-8, the file and line of each valid document, and the bad documents."""
         keys = self._plan.keys
         self._dropped.clear()
-        are_texts = not self._transforms and isinstance(block, LineBlock) and not block.damage
+        are_texts = not self._transforms and isinstance(block, LineBlock) and not (block.damage or block.dropped)
         if are_texts and isinstance(block, LineBlock) and not is_table(block.file):
             columns = parse_valid_lines(block.read(), keys)
             if columns is not None:
@@ -300,6 +302,7 @@ def _settings(
     engine: EncodeEngine,
     transforms: DocumentTransforms,
     stats: Sequence[os.stat_result],
+    drop: DropList | None,
 ) -> dict[str, str]:
     """Return everything the output and its blocks depend on, by the flag that sets it."""
     files = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(plan.files, stats)]
@@ -313,6 +316,7 @@ def _settings(
         "--shard": str(plan.shard),
         ", ".join((MAP, FILTER, QUALITY)): json.dumps(transforms.describe()),
         "--max-line-bytes": str(plan.max_line_bytes),
+        "--drop": "" if drop is None else drop.digest,
         "versions of libraries": f"{libraries}, blocks {BLOCK_FORMAT} of {plan.block_bytes}",
     }
 
@@ -376,6 +380,7 @@ def write_dataset(
         OSError: if a file cannot be read or written.
     """
     _check_keys(plan)
+    drop = None if plan.drop is None else DropList.open(plan.drop)
     before = [file.stat() for file in plan.files]
     transforms = DocumentTransforms(plan.steps, plan.keys)
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -389,7 +394,7 @@ def write_dataset(
         extra_files = {f"{FILES_SUFFIX}/{name}": content for name, content in tokenizer.files.items()}
         extra_files[RECORD_SUFFIX] = TokenizerRecord.of(tokenizer).to_bytes()
         dtype = id_dtype(tokenizer.vocab_size)
-        state = _resume(plan, _settings(plan, tokenizer, engine, transforms, before), progress.message)
+        state = _resume(plan, _settings(plan, tokenizer, engine, transforms, before, drop), progress.message)
         totals = replace(state.totals, before=state.totals)
         report = BadDocumentReport(plan.skip_bad, progress.message, state.bad)
         names = [plan.names.get(str(file), str(file)) for file in plan.files]
@@ -413,7 +418,7 @@ def write_dataset(
         unread = split_into_blocks(
             files, plan.keys, plan.block_bytes, plan.max_line_bytes, transforms, start, plan.stop
         )
-        blocks = islice(unread, state.blocks, None)
+        blocks = islice(unread if drop is None else mark_dropped(unread, drop), state.blocks, None)
         encode = BlockEncoder(plan, tokenizer, engine)
         here = ((block, encode(block)) for block in blocks)
         results = here if pool is None else pool.encoded(blocks, engine.name, check)
@@ -428,7 +433,7 @@ def write_dataset(
             origins["file"] += state.files
             if isinstance(block, LineBlock):
                 origins["row"] += report.lines_before(block)
-            found = result.documents + result.bad + sum(result.dropped.values())
+            found = result.documents + result.bad + sum(result.dropped.values()) + len(block.dropped)
             report.add(block, result.lines, found, result.described, result.bad)
             for writer, column in zip(writers, result.columns):
                 writer.add_origins(origins)
@@ -438,7 +443,8 @@ def write_dataset(
             totals.empty += result.empty
             totals.text_bytes += result.text_bytes
             totals.bad = report.count
-            totals.dropped = dict(sorted((Counter(totals.dropped) + Counter(result.dropped)).items()))
+            dropped = Counter(result.dropped) + Counter({DROP_LIST: len(block.dropped)})
+            totals.dropped = dict(sorted((Counter(totals.dropped) + dropped).items()))
             totals.tokens = sum(writer.num_tokens for writer in writers)
             state.add(block)
             progress.update(totals)
@@ -452,7 +458,7 @@ def write_dataset(
         state.complete = True
         save()
         manifest["inputs"] = [*inputs.describe(names)]
-        manifest["dropped"] = totals.dropped | ({"invalid": totals.bad} if totals.bad else {})
+        manifest["dropped"] = dict(sorted((totals.dropped | ({"invalid": totals.bad} if totals.bad else {})).items()))
         manifest["counts"] = {"text_bytes": totals.text_bytes}
         publish_all(writers)
         state_path.unlink()

@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.durable_files import make_folder, publish_file
+from megatron.config.batch import WHOLE_RUN
 from megatron.config.files import open_regular, parse_json
 from megatron.config.privacy import check_access, redact
 from megatron.config.text import printable
 from megatron.data.loader import DataSource
+from megatron.data.skipped_dataset import SKIPPED
 from megatron.training.loggers.base import BY_LAYER, Metrics
 from megatron.training.loggers.feature_metrics import FURTHER_LOSSES
 from megatron.training.startup import start_phrase
@@ -131,9 +133,9 @@ def environment_info(device_name: str, world_size: int) -> dict[str, Any]:
     }
 
 
-def data_summary(data: DataSource) -> dict[str, object]:
+def data_summary(data: DataSource) -> dict[str, dict[str, object]]:
     """Return the size, sources and fingerprint of the data of each split."""
-    summary: dict[str, object] = {}
+    summary: dict[str, dict[str, object]] = {}
     for split, samples in data.used.items():
         dataset = data.datasets[split]
         tokens = samples * data.seq_length
@@ -145,6 +147,9 @@ def data_summary(data: DataSource) -> dict[str, object]:
             "fingerprint": data.fingerprints[split],
             "sources": sources or [{"source": dataset.describe(tokens)}],  # generated samples are read from no source
         }
+        if split == "train":  # what else tools/inspect_dataset.py needs to find the samples of a step
+            summary[split] |= {"stream": list(data.stream), SKIPPED: data.skipped.to_list()}
+            summary[split] |= {} if data.origin == WHOLE_RUN else {"phase": data.origin.to_state()}
     return summary
 
 

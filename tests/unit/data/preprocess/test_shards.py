@@ -8,11 +8,14 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.manifest import DatasetManifest
+from megatron.data.preprocess.drop_list import ListedFile, publish_drop_list
 from megatron.data.preprocess.encode import PreprocessOptions
 from tools import preprocess_data
 from tools.merge_datasets import main as merge
@@ -69,6 +72,27 @@ def test_merged_shards_have_the_bytes_of_the_whole(tmp_path: Path, seed: int) ->
         run(corpus, tmp_path / "parts" / f"part{number}", "--shard", f"{number}/{of}")
     assert merge(["--input", str(tmp_path / "parts"), "--output-prefix", str(tmp_path / "merged")]) == 0
     assert files(tmp_path / "merged") == files(tmp_path / "whole_text_document")
+
+
+def test_shards_leave_out_the_rows_of_a_drop_list(tmp_path: Path) -> None:
+    corpus, listed, draw = write_corpus(tmp_path / "corpus", 2), tmp_path / "listed", Random(1)
+    listed.mkdir()
+    rows = [sorted(draw.sample(range(1, 41), 9)) if path.suffix != ".txt" else [] for path in sorted(corpus.iterdir())]
+    (listed / "drop.rows").write_bytes(np.array([row for of_file in rows for row in of_file], "<u8").tobytes())
+    files_of_list = [
+        ListedFile(str(path), path.stat().st_size, 40, len(of_file))
+        for path, of_file in zip(sorted(corpus.iterdir()), rows)
+    ]
+    publish_drop_list(listed, files_of_list, {})
+    run(corpus, tmp_path / "whole", "--drop", str(listed))
+    run(corpus, tmp_path / "all")
+    assert files(tmp_path / "whole_text_document") != files(tmp_path / "all_text_document")
+    for number in range(5):
+        run(corpus, tmp_path / "parts" / f"part{number}", "--shard", f"{number}/5", "--drop", str(listed))
+    assert merge(["--input", str(tmp_path / "parts"), "--output-prefix", str(tmp_path / "merged")]) == 0
+    assert files(tmp_path / "merged") == files(tmp_path / "whole_text_document")
+    manifests = [DatasetManifest.read(tmp_path / name) for name in ("merged", "whole_text_document")]
+    assert len({str(manifest.facts["dropped"]) for manifest in manifests if manifest}) == 1
 
 
 def test_lines_of_one_file_are_divided_equally(tmp_path: Path) -> None:
