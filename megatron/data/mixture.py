@@ -94,7 +94,7 @@ class DocumentStream:
         for epoch in epochs if held.any() else ():
             begin = epoch * self.tokens
             for place in range(0, self.documents, DOCUMENTS_AT_ONCE):
-                documents = self._order(epoch, range(place, place + DOCUMENTS_AT_ONCE))
+                documents = self.order(epoch, range(place, place + DOCUMENTS_AT_ONCE))
                 lengths = self._lengths(documents)
                 ends = begin + np.cumsum(lengths)
                 here = np.flatnonzero(held[documents] & (lengths > 0))
