@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -51,6 +51,14 @@ class Bins(NamedTuple):
         (first_bin, first_row, _), (_, end, _) = self.kinds[kind : kind + 2].tolist()
         rows = self.rows[first_row:end].tolist()
         return np.concatenate([np.arange(n) + first + n * (i - first_bin) for first, n in rows])
+
+    def of_items(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the bins that hold the items of ``ranks [n]``."""
+        used = np.flatnonzero(self.rows[:, 1])
+        by_rank = used[np.argsort(self.rows[used, 0])]  # the rows of a kind hold consecutive ranks
+        row = by_rank[np.searchsorted(self.rows[by_rank, 0], ranks, side="right") - 1]
+        kind = np.searchsorted(self.kinds[:, 1], row, side="right") - 1
+        return self.kinds[kind, 0] + (ranks - self.rows[row, 0]) // self.rows[row, 1]
 
     def ends(self, bins: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the ranks of the first and of the last item in each of the ``bins [n]``."""
@@ -241,6 +249,20 @@ class BestFitDataset(SourceDataset):
     def spans(self, i: int) -> tuple[Span, ...]:
         """See `Dataset.spans`."""
         return tuple(span for piece in self._spans(i) for span in piece)
+
+    def places_of(self, sequences: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """See `Dataset.places_of`; of documents that hold these sequences."""
+        numbers = sequences.get(self.source, np.empty(0, np.int64))
+        documents = np.unique(np.searchsorted(self._indexed.documents, numbers, side="right") - 1)
+        inside = documents[(documents >= self._documents.start) & (documents < self._documents.stop)]
+        first = self.packing.first
+        parts = [np.arange(first[i], first[i + 1]) for i in (inside - self._documents.start).tolist()]
+        pieces, held = np.concatenate([np.empty(0, np.int64), *parts]), []
+        for order, shuffle in zip(self.packing.order, self.packing.shuffle):
+            in_bins = np.zeros(len(shuffle), dtype=np.bool_)
+            in_bins[self.packing.bins.of_items(np.flatnonzero(np.isin(order, pieces)))] = True
+            held.append(in_bins[shuffle])
+        return np.flatnonzero(np.concatenate(held))
 
     def _spans(self, i: int) -> list[list[Span]]:
         """Return where the pieces of sample ``i`` lie; a document of several sequences has several spans."""

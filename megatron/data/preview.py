@@ -83,7 +83,6 @@ def preview_data(
     skips = SampleSkips(
         config.data, config.training.seq_length, (segments or {}).get(SKIPPED, ()), streams * consumed_samples
     )
-    skips.check_sources(sources["train"].blend.prefixes)
     notes = skips.notes(tokens // config.training.seq_length)
     needed = {split: source for split, source in resolve_sources(config.data, read).items() if split in read}
     prefixes = dict.fromkeys(prefix for source in needed.values() for prefix in source.blend.prefixes)

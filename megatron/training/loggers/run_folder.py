@@ -310,7 +310,7 @@ class HistoryPoint(NamedTuple):
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens of the last step of a line of training; of a mean one with phases, which have samples of their own."""
+        """Tokens of the last step of a line of training; with phases, whose samples differ, of the mean one."""
         if "phase" in self.line:
             return float(self.line["tokens-per-second"] * self.line["iteration-time"])
         return float(self.line["batch-size"] * self.tokens / self.line["consumed-samples"])
