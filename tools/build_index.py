@@ -25,10 +25,9 @@ from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
 from megatron.data.blended_dataset import BlendedDataset, segments_of
 from megatron.data.build import resolve_epochs
-from megatron.data.dataset import Dataset
+from megatron.data.dataset import Dataset, SourceDataset
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
-from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import cache_entry_of
 from megatron.data.loader import DataSource, build_data
 from megatron.training.resume_source import find_resume_source, position_of, stored_config
@@ -100,12 +99,11 @@ def table_rows(split: str, samples: Dataset, before: Collection[Identity]) -> It
         sources = segment.datasets if isinstance(segment, BlendedDataset) else (segment,)
         for dataset in (part for source in sources for part in segments_of(source)):
             # later segments of a blend continue the orders of earlier ones
-            if not isinstance(dataset, GPTDataset) or id(dataset) in shown:
+            if not isinstance(dataset, SourceDataset) or id(dataset) in shown:
                 continue
             shown.add(id(dataset))
-            order = dataset.order
-            numbers = len(order.part), dataset.tokens, order.epochs, len(dataset)
-            yield (title, dataset.source, *(f"{n:,}" for n in numbers), *_kept(order.document_index, before))
+            numbers = len(dataset.part), dataset.tokens, dataset.epochs, len(dataset)
+            yield (title, dataset.source, *(f"{n:,}" for n in numbers), *_kept(dataset.largest_table, before))
         if isinstance(segment, BlendedDataset):
             name = f"blend of {len(segment.datasets)}"
             yield (title, name, "", "", "", f"{len(segment):,}", *_kept(segment.dataset_index, before))

@@ -1,4 +1,8 @@
-"""Inspect token files: ``python tools/inspect_dataset.py PREFIX --verify --samples 3 --histogram lengths.png``."""
+"""Inspect token files, or the samples of a run's steps.
+
+``python tools/inspect_dataset.py PREFIX --verify --samples 3 --histogram lengths.png``;
+``python tools/inspect_dataset.py --run RUN_DIR --step 120`` and ``--run RUN_DIR --spike --exclude FILE``.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,11 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 from megatron.config.files import add_links_flag
-from megatron.config.text import echo
+from megatron.config.text import counted, echo
 from megatron.data.errors import DataError, ToolParser, disk_error
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspect import DatasetSummary, check_ids, sample_documents, summarize
+from megatron.data.manifest import DatasetManifest
 from megatron.data.progress import ByteProgress
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.tokenizer import (
@@ -35,16 +40,24 @@ QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99}
 RECORD_FIELDS = ("tokenizer_type", "vocab_size", "eod", "parses_special_tokens")  # of the tokenizer, with --json
 MAX_IDS_SHOWN = 12
 
+RUN_FLAGS = ("--run", "--step", "--spike")
+"""Flags that ask for the samples of a run."""
+
 
 def build_parser() -> ToolParser:
     """Return the command-line parser."""
     parser = ToolParser(
         "inspect_dataset.py",
         description="Describe pairs of .bin and .idx. Every pointer in an .idx is always checked.",
-        epilog="Exit status: 1 if one of the pairs is invalid, 2 for wrong flags.",
+        epilog="Exit status: 1 if one of the pairs is invalid, 2 for wrong flags. "
+        "The samples of steps of a run: inspect_dataset.py --run RUN_DIR --help.",
     )
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="pairs without .bin/.idx")
-    parser.add_argument("--verify", action="store_true", help="check that every id is below the vocabulary size")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="check every id against the vocabulary size, and the files against their manifest",
+    )
     parser.add_argument("--samples", type=int, default=0, metavar="N", help="show N documents, from first to last")
     parser.add_argument("--top", type=int, default=0, metavar="K", help="show the K most frequent ids (with --verify)")
     parser.add_argument("--histogram", type=Path, metavar="FILE", help="draw lengths of documents; .png, .pdf or .svg")
@@ -102,6 +115,11 @@ class Inspection(NamedTuple):
             "document_tokens": length_statistics(summary),
         }
         problem = None
+        if (manifest := DatasetManifest.read(prefix)) is not None:
+            facts["manifest"] = {"counts": manifest.counts, **manifest.facts}
+            if args.verify:
+                with closing(ByteProgress(sys.stderr, sum(file.bytes for file in manifest.files.values()))) as meter:
+                    manifest.check_files(prefix, meter.add)
         if args.verify and data.dtype.kind == "f":
             problem = f"{data.prefix}: values of type {data.dtype} are not ids and cannot be trained on"
         elif args.verify:
@@ -118,8 +136,8 @@ class Inspection(NamedTuple):
             facts["most_frequent_ids"] = found.ids.most(args.top)
             if found.wrong:
                 below = "" if size is None else f" or not below {size}"
-                counted = f"{found.wrong:,} of {data.num_tokens:,} ids"
-                problem = f"{data.prefix}: {counted} are below 0{below}; the first: {found.first_wrong}"
+                wrong = f"{found.wrong:,} of {data.num_tokens:,} ids"
+                problem = f"{data.prefix}: {wrong} are below 0{below}; the first: {found.first_wrong}"
         facts["samples"] = [asdict(sample) for sample in sample_documents(data, args.samples, tokenizer)]
         return cls(summary, tokenizer, facts | {"problem": problem})
 
@@ -148,6 +166,11 @@ def print_inspection(found: Inspection) -> None:
     echo(f"  bytes      {s.bin_bytes:,} .bin, {s.idx_bytes:,} .idx")
     echo(f"  tokens of a document that is not empty: {lengths}")
     echo(f"  tokenizer  {tokenizer}")
+    if (manifest := facts.get("manifest")) is not None:
+        dropped = ", ".join(f"{count:,} {reason}" for reason, count in manifest.get("dropped", {}).items())
+        checked = "; checksums of all files are right" if "verified" in facts else ""
+        inputs = sum(record.get("files", 1) for record in manifest.get("inputs") or ())
+        echo(f"  manifest   {counted(inputs, 'input file')}; dropped: {dropped or 'nothing'}{checked}")
     if "verified" in facts:
         print_verified(found, facts["verified"])
     for sample in facts["samples"]:
@@ -185,12 +208,22 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status: 1 if one of them is invalid, 2 for wrong flags.
     """
+    own = argv[: argv.index("--")] if "--" in argv else argv
+    if "--" in argv or any(word.split("=")[0] in RUN_FLAGS for word in own):
+        from tools.lib import inspect_run
+
+        return inspect_run.main(argv)
     parser = build_parser()
     args = parser.parse(argv)
     try:
         check_flags(args)
     except DataError as error:
         return parser.fail(error, 2)
+    return inspect(parser, args)
+
+
+def inspect(parser: ToolParser, args: argparse.Namespace) -> int:
+    """Print the findings on the pairs; return the exit status."""
     status, inspections = 0, []
     for prefix in args.prefixes:
         try:

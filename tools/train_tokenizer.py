@@ -17,8 +17,8 @@ if __name__ == "__main__":  # until main has a handler of its own; the imports b
 
 from megatron.config.text import echo, format_bytes, shell_word
 from megatron.data.errors import DataError, ToolParser, run_tool
-from megatron.data.preprocess.encode import run_in_subprocess
 from megatron.data.preprocess.files import add_input_flags, find_text_files, spool_pipes
+from megatron.data.preprocess.workers import run_in_subprocess
 from megatron.data.progress import StageProgress
 from tools.lib.tokenizer_training import (
     MODEL_TYPES,

@@ -39,6 +39,7 @@ from megatron.layers.parameters import gpt, in_checkpoints
 ALLOWED_ROLES = {
     "exact": {Role.START, Role.FREE},
     "new-schedule": {Role.START, Role.FREE, Role.SCHEDULE},
+    "new-phase": set(Role) - {Role.SHAPE, Role.STATE},
     "weights-only": set(Role) - {Role.SHAPE},
 }
 """Resume mode -> roles whose fields may change."""
@@ -46,6 +47,7 @@ ALLOWED_ROLES = {
 REPORTED_ROLES = {
     "exact": set(Role) - {Role.START},
     "new-schedule": set(Role) - {Role.START},
+    "new-phase": set(Role) - {Role.START},
     "weights-only": {Role.SHAPE, Role.FUNCTION},
 }
 """Resume mode -> roles whose changes are reported. For a new run only those of the model matter."""
@@ -189,10 +191,11 @@ def resume_mode_fixes(role: Role, options: CheckpointConfig, own: bool) -> Itera
 
     They apply to ``load``, so the fix names the folder of a run's ``own`` checkpoints in ``save``.
     """
-    if role in ALLOWED_ROLES["new-schedule"]:
+    kept = next((mode for mode in ("new-schedule", "new-phase") if role in ALLOWED_ROLES[mode]), None)
+    if kept is not None:
         named = f"--load {options.save} " if own and options.load not in (None, options.save) else ""
-        yield f"{named}--resume-mode new-schedule"
-    elif role in ALLOWED_ROLES["weights-only"]:
+        yield f"{named}--resume-mode {kept}"
+    if kept != "new-schedule" and role in ALLOWED_ROLES["weights-only"]:
         named = f"--load {options.save} --save {options.save}-new " if own else ""
         yield f"{named}--resume-mode weights-only"
 

@@ -7,11 +7,61 @@ and decay, given in steps, samples or as a fraction, to samples.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig, parse_batch_steps
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Beginning of the current phase of a run; zeros for a run of one phase.
+
+    Lengths, batch sizes and places of samples are counted from here; steps, samples and tokens of logs and checkpoints
+    from the beginning of the run.
+    """
+
+    iteration: int = 0  # steps taken before
+    samples: int = 0  # consumed by these steps
+    tokens: int = 0  # in these samples
+    read: int = 0  # samples of the phase's data read before: those of the phase before, which it continues
+    digest: int = 0  # of the samples before those
+    sources: Mapping[str, int] = field(default_factory=dict)  # tokens read of each source of the data, by its key
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Origin:
+        """Return the origin of the phase in which a checkpoint was saved, from the state in its manifest."""
+        saved = state.get("phase")
+        if not saved:  # a run of one phase
+            return cls()
+        position = saved["iteration"], saved["consumed_samples"], saved["consumed_tokens"]
+        return cls(*position, saved["read"], int(saved["digest"], 16), dict(saved["sources"]))
+
+    def to_state(self) -> dict[str, Any]:
+        """Return it as part of the state of a checkpoint."""
+        return {
+            "iteration": self.iteration,
+            "consumed_samples": self.samples,
+            "consumed_tokens": self.tokens,
+            "read": self.read,
+            "digest": f"{self.digest:016x}",
+            "sources": dict(self.sources),
+        }
+
+    def local(self, iteration: int, consumed_samples: int) -> tuple[int, int]:
+        """Return steps and samples since the phase began."""
+        return iteration - self.iteration, consumed_samples - self.samples
+
+    def tokens_at(self, consumed_samples: int, seq_length: int) -> int:
+        """Return the tokens of the run after ``consumed_samples``; ``seq_length`` is that of the phase."""
+        return self.tokens + (consumed_samples - self.samples) * seq_length
+
+
+WHOLE_RUN = Origin()
+"""Origin of a run of one phase."""
 
 
 def full_global_batch_size(config: TrainingConfig, data_parallel_size: int) -> int:
@@ -147,12 +197,12 @@ def lr_scale(config: RunConfig, data_parallel_size: int) -> float:
 
 
 class ScheduleLengths(NamedTuple):
-    """Lengths of the learning-rate schedule, in samples from the start of the run."""
+    """Lengths of the learning-rate schedule, in samples from its start, which is that of the phase or of the run."""
 
     warmup: float  # end of the warm-up
     decay: float  # end of the decay
     final: float | None  # length of WSD's final decay; None if not set
-    total: int  # end of the run
+    total: float  # end of the run
 
 
 def schedule_lengths(
@@ -168,6 +218,9 @@ def schedule_lengths(
         consumed_samples: samples consumed by those steps.
     """
     optimizer = config.optimizer
+    if optimizer.schedule_tokens is not None:
+        in_samples = [tokens / config.training.seq_length for tokens in optimizer.schedule_tokens]
+        return ScheduleLengths(in_samples[0], in_samples[1], in_samples[2] or None, in_samples[3])
     samples_per_step = full_global_batch_size(config.training, data_parallel_size)
     consumed = samples_without_rampup(config.training, data_parallel_size, consumed_samples)
 
@@ -189,6 +242,16 @@ def schedule_lengths(
     return ScheduleLengths(
         warmup if optimizer.lr_warmup_fraction is None else optimizer.lr_warmup_fraction * decay, decay, final, total
     )
+
+
+def schedule_start(config: RunConfig, origin: Origin) -> float:
+    """Return the samples of the run that are consumed when its schedule starts.
+
+    With ``--schedule-tokens`` the samples of earlier phases count as many of this phase as have their tokens.
+    """
+    if config.optimizer.schedule_tokens is None:
+        return origin.samples
+    return origin.samples - origin.tokens / config.training.seq_length
 
 
 LOSS_CHUNK_TOKENS, LOSS_CHUNK_BYTES = 1024, 1 << 30

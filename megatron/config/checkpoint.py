@@ -8,7 +8,7 @@ from typing import ClassVar
 from megatron.config.option import ZERO_IS_NONE, Need, option
 from megatron.config.training import TRAINING_STEPS
 
-RESUME_MODES = ("exact", "new-schedule", "weights-only")
+RESUME_MODES = ("exact", "new-schedule", "new-phase", "weights-only")
 """Resume modes, from the one that restores most of a checkpoint to the one that restores least."""
 
 SAVE = Need("save", "a folder to save to")
@@ -61,7 +61,8 @@ class CheckpointConfig:
         "exact", role="start", choices=RESUME_MODES, aliases={"--finetune": "weights-only"}, needs=START_POINT
     )
     """Restore from load, or without it from save: exact (everything), new-schedule (everything, but batch size, run
-    length, optimizer settings and schedules from the flags), or weights-only."""
+    length, optimizer settings and schedules from the flags), new-phase (weights, moments and counters: all lengths
+    count from there), or weights-only."""
 
     refused: ClassVar = """
     lora_rank and not pretrained_checkpoint

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.option import MegatronOption, Need, WithPluginOptions, option
+from megatron.config.data_store import TOKEN_FILES, DataStoreOptions
+from megatron.config.fim import FimOptions
+from megatron.config.mixture import MixtureOptions
+from megatron.config.option import MegatronOption, Need, Run, WithPluginOptions, option
+from megatron.config.skipping import SkippingOptions
 
 CHAT_DATA = Need("chat_data_path")
 
@@ -34,7 +39,6 @@ UNSUPPORTED_TOKENIZER_TYPES = {
 """Other tokenizers of Megatron-LM, with the reason why they are not supported."""
 
 DATA_FILES = Need("not mock_data and not plugin_dataset", "data in files")
-TOKEN_FILES = Need("not mock_data and not plugin_dataset and not chat_data_path", "files of tokens")
 DOCUMENTS = Need(
     "not mock_data and not plugin_dataset and not chat_data_path",
     "documents (generated tokens have none, and conversations are always separate)",
@@ -57,7 +61,7 @@ def _check_tokenizer_type(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class DataConfig(WithPluginOptions):
+class DataConfig(MixtureOptions, SkippingOptions, FimOptions, DataStoreOptions, WithPluginOptions):
     """Token files, how documents are packed into samples, and the tokenizer."""
 
     data_path: tuple[str, ...] = option((), role="free")
@@ -95,6 +99,9 @@ class DataConfig(WithPluginOptions):
     data_cache_path: str | None = option(None, role="start", needs=DATA_FILES)
     """Folder that caches sample indices and the ids of conversations between starts. Default: build them in memory at
     every start."""
+    packing: str = option("concat", role="data", choices=("concat", "best-fit"), needs=TOKEN_FILES)
+    """How documents become samples: concatenated and cut, in Megatron-LM's order; or packed by best-fit decreasing
+    (arXiv 2404.10830), which cuts only documents longer than a sample and pads the rest of each."""
     reset_position_ids: bool = option(False, role="data", needs=DOCUMENTS)
     """Restart position ids at every document of a sample."""
     reset_attention_mask: bool = option(False, role="data", needs=DOCUMENTS)
@@ -102,7 +109,7 @@ class DataConfig(WithPluginOptions):
     reset_attention_pattern: bool = option(False, role="data", needs=("reset_attention_mask", LAYER_PATTERNS))
     """Count the chunks, first tokens and prefix of attention_pattern from the start of each document, not of the
     sample. Conversations always do."""
-    eod_mask_loss: bool = option(False, role="data", needs=DOCUMENTS)
+    eod_mask_loss: bool = option(False, role="data", needs=(DOCUMENTS, Need("packing=concat")))
     """Exclude the prediction after the end of a document from the loss."""
     tokenizer_type: str | None = option(
         None,
@@ -156,6 +163,14 @@ class DataConfig(WithPluginOptions):
     E910 --cuda-graph step cannot capture attention to documents, which end at other tokens in every step
       fix: --cuda-graph optimizer | --cuda-graph none
     """
+
+    def note_packing(self, config: Run, world_size: int) -> Iterator[str]:
+        """Yield a note if attention crosses the documents of a packed sample."""
+        if self.packing == "best-fit" and not self.reset_attention_mask:
+            yield (
+                "--packing best-fit puts unrelated documents into a sample, and attention crosses them: "
+                "--reset-attention-mask --reset-position-ids keeps them apart"
+            )
 
     @property
     def generated(self) -> bool:

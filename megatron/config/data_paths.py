@@ -18,6 +18,7 @@ from pathlib import PurePath
 from megatron.config.data import DataConfig
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import read_small
+from megatron.config.mixture import read_mixture
 from megatron.config.settings import SETTINGS
 from megatron.config.text import counted, did_you_mean
 
@@ -27,7 +28,7 @@ DEFAULT_SPLIT = "969, 30, 1"
 
 SOURCE_OPTIONS: tuple[tuple[str, ...], ...] = (
     ("data_path",),
-    ("train_data_path", "valid_data_path", "test_data_path"),
+    ("train_data_path", "data_mixture", "valid_data_path", "test_data_path"),
     ("data_args_path",),
     ("per_split_data_args_path",),
     ("mock_data",),
@@ -128,7 +129,10 @@ def data_sources(data: DataConfig) -> dict[str, SplitSource]:
         if paths is None or weight == 0:
             continue
         blend = read_blend(paths.words)
-        if split == "valid" and data.multiple_validation_sets:
+        if data.data_mixture is not None and split == "valid" and data.valid_data_path == ():
+            valid = read_mixture(data.data_mixture).valid
+            sources |= {f"valid:{name}": SplitSource(Blend(source.paths)) for name, source in valid.items()}
+        elif split == "valid" and data.multiple_validation_sets:
             names = data.validation_set_names or unique_names(blend.prefixes)
             sources |= {f"valid:{n}": SplitSource(Blend((p,)), cut) for n, p in zip(names, blend.prefixes, strict=True)}
         elif cut is None and len(blend.prefixes) == 1:
@@ -183,6 +187,9 @@ def _source_problems(data: DataConfig) -> Iterator[Problem]:
             fixes = [*(f"{fix} {off['data_path']}" for fix in for_training), *fixes]
         each = "both" if len(used) == 2 else "all"
         yield Problem("E501", f"{', '.join(flags)} and {last} {each} give the source of tokens", tuple(fixes))
+    elif data.data_mixture and data.train_data_path:
+        fixes = [SETTINGS[name].spell(SETTINGS[name].default) for name in ("data_mixture", "train_data_path")]
+        yield Problem("E501", "--data-mixture and --train-data-path both give the training data", tuple(fixes))
 
 
 def data_path_args(data: DataConfig) -> dict[str, DataPathArgs]:
@@ -197,7 +204,14 @@ def data_path_args(data: DataConfig) -> dict[str, DataPathArgs]:
         return _per_split(data.per_split_data_args_path)
     given = {"all": data.data_path} | {split: getattr(data, f"{split}_data_path") for split in SPLITS}
     flags = {split: f"--{split}-data-path" for split in SPLITS} | {"all": "--data-path"}
-    return {split: DataPathArgs(words, flags[split]) for split, words in given.items() if words}
+    lists = {split: DataPathArgs(words, flags[split]) for split, words in given.items() if words}
+    if data.data_mixture is not None:
+        mixture = read_mixture(data.data_mixture)
+        of_file = {
+            split: DataPathArgs(words, split, mixture.path) for split, words in mixture.prefixes.items() if words
+        }
+        lists = of_file | lists
+    return lists
 
 
 def _argument_file(path: str) -> tuple[str, ...]:

@@ -93,6 +93,9 @@ class OptimizerConfig(WithPluginOptions):
     """Warm-up samples."""
     lr_warmup_init: float = option(0.0, role="schedule", at_least=0, needs=WARMUP)
     """Learning rate at the start of the warm-up."""
+    schedule_tokens: tuple[int, int, int, int] | None = option(None, role="schedule", at_least=0)
+    """WARMUP DECAY FINAL END: ends of warm-up and decay, length of WSD's final decay (or 0) and end of the run, in
+    tokens since its beginning. Default: schedules begin with the phase."""
     weight_decay: float = option(
         0.01, role="schedule", at_least=0, needs=Need("weight_decay_incr_style=constant", "a constant weight decay")
     )

@@ -10,7 +10,7 @@ a segment with its own seed, instead of building a longer order, and no earlier 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron.config.data_paths import MAX_BLEND_DATASETS
-from megatron.data.dataset import Dataset, Sample, SourceUsage, fingerprint, splitmix64
+from megatron.data.dataset import Dataset, Sample, SourceUsage, Span, fingerprint, splitmix64
 from megatron.data.errors import DataError
+from megatron.data.skipped_dataset import SkippedDataset
 
 COMPILE_ABOVE = 1_000_000  # comparisons above which the index is built by compiled code
 COUNT_BLOCK = 1 << 20  # bincount copies its input to 8 bytes per place, so count in blocks
@@ -129,10 +130,31 @@ class BlendedDataset(Dataset):
         return len(self.dataset_index)
 
     def __getitem__(self, i: int) -> Sample:
+        dataset, number = self._place(i)
+        return dataset[number]
+
+    def spans(self, i: int) -> tuple[Span, ...]:
+        """See `Dataset.spans`."""
+        dataset, number = self._place(i)
+        return dataset.spans(number)
+
+    def places_of(self, sequences: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """See `Dataset.places_of`."""
+        held = np.zeros(len(self), dtype=np.bool_)
+        for k, dataset in enumerate(self.datasets):
+            found = np.zeros(len(dataset), dtype=np.bool_)
+            found[dataset.places_of(sequences)] = True
+            if found.any():
+                at = np.flatnonzero(self.dataset_index == k)
+                held[at] = found[self._begun[k] + self._dataset_sample_index[at]]
+        return np.flatnonzero(held)
+
+    def _place(self, i: int) -> tuple[Dataset, int]:
+        """Return the dataset of sample ``i``, and the sample's number in it."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a blend of {len(self)}")
         k = int(self.dataset_index[i])
-        return self.datasets[k][int(self._begun[k] + self._dataset_sample_index[i])]
+        return self.datasets[k], int(self._begun[k] + self._dataset_sample_index[i])
 
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read from each dataset."""
@@ -162,8 +184,12 @@ def blend_fingerprint(of_datasets: Sequence[str], weights: Sequence[float] | Non
 
 
 def segments_of(dataset: Dataset) -> tuple[Dataset, ...]:
-    """Return the segments of a dataset; the dataset itself if it is not concatenated."""
-    return dataset.segments if isinstance(dataset, ConcatDataset) else (dataset,)
+    """Return the segments of a dataset, skipped samples included; the dataset itself if it is not concatenated."""
+    if isinstance(dataset, SkippedDataset):
+        return segments_of(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return tuple(part for segment in dataset.segments for part in segments_of(segment))
+    return (dataset,)
 
 
 class ConcatDataset(Dataset):
@@ -178,10 +204,25 @@ class ConcatDataset(Dataset):
         return self._starts[-1]
 
     def __getitem__(self, i: int) -> Sample:
+        segment, number = self._place(i)
+        return segment[number]
+
+    def spans(self, i: int) -> tuple[Span, ...]:
+        """See `Dataset.spans`."""
+        segment, number = self._place(i)
+        return segment.spans(number)
+
+    def places_of(self, sequences: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """See `Dataset.places_of`."""
+        segments = zip(self._starts, self.segments)
+        return np.concatenate([start + segment.places_of(sequences) for start, segment in segments])
+
+    def _place(self, i: int) -> tuple[Dataset, int]:
+        """Return the segment of sample ``i``, and the sample's number in it."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)}")
         k = bisect_right(self._starts, i) - 1
-        return self.segments[k][i - self._starts[k]]
+        return self.segments[k], i - self._starts[k]
 
     def describe(self, tokens: int) -> str:
         """Describe the sources of the first ``tokens`` tokens, one line per source."""

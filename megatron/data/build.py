@@ -19,12 +19,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from megatron.config.batch import full_global_batch_size
+from megatron.config.batch import WHOLE_RUN, Origin, full_global_batch_size
 from megatron.config.data import DataConfig
 from megatron.config.data_paths import DEFAULT_SPLIT, SPLITS, SplitSource, chat_splits, data_sources
+from megatron.config.mixture import read_mixture
 from megatron.config.plugins import registered
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
+from megatron.data.best_fit_dataset import (
+    BestFitDataset,
+    Bins,
+    PackedOrder,
+    build_packing,
+    document_lengths,
+    documents_of,
+    packed_fingerprint,
+)
 from megatron.data.blended_dataset import (
     BlendedDataset,
     BlendIndex,
@@ -37,8 +47,10 @@ from megatron.data.blended_dataset import (
     truncate_blend,
 )
 from megatron.data.chat import load_conversations
-from megatron.data.dataset import Dataset, MockDataset, SampleRequest, split_kind, split_label
+from megatron.data.dataset import Dataset, MockDataset, SampleRequest, SourceDataset, split_kind, split_label
+from megatron.data.dataset_info import find_tokenizer
 from megatron.data.errors import DataError
+from megatron.data.fim_dataset import SPARE_IDS, FillInMiddle, FimDataset, fim_fingerprint
 from megatron.data.gpt_dataset import (
     GPTDataset,
     SampleOrder,
@@ -50,7 +62,10 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.index_cache import IndexCache, Tables
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.mixture import MixtureSegmentBuilder, check_token_sums, document_streams
 from megatron.data.packed_dataset import PackedDataset
+from megatron.data.prefixes import use_data_store
+from megatron.data.skipped_dataset import SampleSkips, SkippedDataset
 
 OVERSAMPLING = 0.005
 SEED_MODULUS = 2**32
@@ -60,6 +75,9 @@ SegmentBuilder = Callable[[int, Sequence[Dataset]], Dataset]
 
 ORDER_TABLES = ("documents", "samples", "shuffle")
 """Names of the tables of `SampleOrder` in the cache."""
+
+PACKING_TABLES = ("first", "kinds", "rows", "order", "shuffle")
+"""Names of the tables of `PackedOrder` in the cache."""
 
 SourceSlice = tuple[IndexedDataset, range]
 """Token files, and the sequences of them that are read."""
@@ -123,23 +141,39 @@ def resolve_epochs(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def file_segment_builders(
-    data: DataConfig, read: Mapping[str, int], training: TrainingConfig, cache: IndexCache | None
-) -> tuple[dict[str, FileSegmentBuilder], list[str]]:
+    data: DataConfig,
+    read: Mapping[str, int],
+    training: TrainingConfig,
+    vocab_size: int,
+    cache: IndexCache | None,
+    origin: Origin = WHOLE_RUN,
+    batch: int = 1,
+) -> tuple[dict[str, FileSegmentBuilder | MixtureSegmentBuilder], list[str]]:
     """Return the segment builders of the token files for each split in ``read`` (samples by split name), and notes.
 
-    Test data are left out, with a note, where only the default split asks for them and there are none.
+    Test data are left out, with a note, where only the default split asks for them and there are none. A mixture
+    continues at the ``origin`` of the phase, and its stages may miss the end of the run by a ``batch`` of samples.
+    ``vocab_size`` is that of the model.
     """
     open_files = functools.cache(IndexedDataset)  # each is opened once however many splits read it
     seq_length = training.seq_length
     sources = resolve_sources(data, read)
-    builders: dict[str, FileSegmentBuilder] = {}
+    fim = FillInMiddle.of(data, find_tokenizer(data, vocab_size)) if data.fim_data else None
+    use_data_store(data, (prefix for source in sources.values() for prefix in source.blend.prefixes))
+    builders: dict[str, FileSegmentBuilder | MixtureSegmentBuilder] = {}
     notes = []
     for split, needed in read.items():
+        if split == "train" and data.data_mixture is not None:
+            mixture = read_mixture(data.data_mixture).select(data.data_mixture_stages)
+            streams = document_streams(mixture, open_files, training.seed, cache)
+            builders[split] = MixtureSegmentBuilder(mixture, streams, seq_length, origin, batch)
+            continue
         source = sources[split]
         parts = split_parts(split, source, open_files)
         short = _short_part(parts, source, seq_length)
         if short is None:
-            builders[split] = FileSegmentBuilder(parts, source.blend.weights, seq_length, training.seed, cache)
+            weights, packing = source.blend.weights, data.packing
+            builders[split] = FileSegmentBuilder(parts, weights, seq_length, training.seed, cache, packing, fim)
             continue
         default = data.split is None and source.split == DEFAULT_SPLIT
         indexed, sequences = short
@@ -189,8 +223,10 @@ def split_parts(split: str, source: SplitSource, open_files: OpenFiles) -> list[
     return [(indexed, split_ranges(source.split, len(indexed))[number]) for indexed in files]
 
 
-def build_split(split: str, build: SegmentBuilder, sizes: Sequence[int], used: int) -> tuple[Dataset, tuple[int, ...]]:
-    """Build segments of ``sizes`` samples, and add segments while they hold fewer than ``used`` samples.
+def build_split(
+    split: str, build: SegmentBuilder, sizes: Sequence[int], used: int, skips: SampleSkips | None = None
+) -> tuple[Dataset, tuple[int, ...]]:
+    """Build segments of ``sizes`` samples, and add segments while they hold fewer than ``used`` that ``skips`` leaves.
 
     All samples of a segment count, also those beyond the number it was built for, so that a started epoch is read to
     its end. Returns the samples, and the sizes that all segments were built for.
@@ -199,13 +235,14 @@ def build_split(split: str, build: SegmentBuilder, sizes: Sequence[int], used: i
     segments: list[Dataset] = []
     while len(segments) < len(counts) or held < used:
         if len(segments) == len(counts):
-            counts.append(used - held)
+            counts.append(used - held if skips is None else skips.missing(used))
         dataset = build(counts[len(segments)], segments)
         if not len(dataset):
             raise DataError(f"the {split_label(split)} data hold no sample", "use more data")
         segments.append(dataset)
-        held += len(dataset)
-    return segments[0] if len(segments) == 1 else ConcatDataset(segments), tuple(counts)
+        held += len(dataset) if skips is None else skips.kept(dataset)
+    whole = segments[0] if len(segments) == 1 else ConcatDataset(segments)
+    return whole if skips is None else SkippedDataset(whole, skips.ranges), tuple(counts)
 
 
 @dataclass(frozen=True)
@@ -217,14 +254,29 @@ class FileSegmentBuilder:
     seq_length: int  # tokens per sample
     seed: int  # of the first segment; each segment counts on, modulo 2**32
     cache: IndexCache | None  # stores the index tables; None builds them in memory
+    packing: str = "concat"  # see ``--packing``
+    fim: FillInMiddle | None = None  # changes the documents
 
     @property
     def fingerprint(self) -> str:
         """`Dataset.fingerprint` of the segments, whose order is not built for it."""
-        of_parts = [files_fingerprint(*part, self.seq_length) for part in self.parts]
+        of_parts = [self._fingerprint_of(*part) for part in self.parts]
         if self.weights is None and len(of_parts) == 1:
             return of_parts[0]
         return blend_fingerprint(of_parts, None if self.weights is None else normalize_weights(self.weights).tolist())
+
+    def _fingerprint_of(self, indexed: IndexedDataset, sequences: range) -> str:
+        """Return `Dataset.fingerprint` of a source."""
+        if self.packing == "concat":
+            found = files_fingerprint(indexed, sequences, self.seq_length)
+        else:
+            found = packed_fingerprint(indexed, sequences, self.seq_length, self._spare)
+        return found if self.fim is None else fim_fingerprint(found, self.fim)
+
+    @property
+    def _spare(self) -> int:
+        """Ids by which packed documents may grow."""
+        return 0 if self.fim is None else SPARE_IDS
 
     def __call__(self, num_samples: int, before: Sequence[Dataset] = ()) -> Dataset:
         """Build the segment of ``num_samples`` samples that follows the segments ``before``."""
@@ -235,27 +287,49 @@ class FileSegmentBuilder:
             return self._one_source(self.parts[0], num_samples, seed)
         return self._blend(num_samples, seed)
 
-    def _one_source(self, part: SourceSlice, num_samples: int | None, seed: int) -> GPTDataset:
+    def _one_source(self, part: SourceSlice, num_samples: int | None, seed: int) -> SourceDataset:
         """Build the samples of one source; of one epoch if ``num_samples`` is None."""
-        indexed, sequences = part
-        facts = {
-            "files": indexed.fingerprint,
-            "sequences": [sequences.start, sequences.stop],
-            "samples": num_samples,
-            "seq_length": self.seq_length,
-            "seed": seed,
-        }
+        build = self._concatenated if self.packing == "concat" else self._packed
+        try:
+            dataset = build(*part, num_samples, seed)
+        except DataError as error:
+            raise DataError(f"{part[0].prefix}: {error}") from error
+        return dataset if self.fim is None else FimDataset(dataset, self.fim, seed)
+
+    def _concatenated(
+        self, indexed: IndexedDataset, sequences: range, num_samples: int | None, seed: int
+    ) -> SourceDataset:
+        facts = self._facts(indexed, sequences, num_samples, seed)
 
         def build() -> Tables:
             order = build_sample_order(indexed.lengths, sequences, num_samples, self.seq_length, seed)
             return dict(zip(ORDER_TABLES, (order.document_index, order.sample_index, order.shuffle_index)))
 
-        try:
-            tables = self._tables("order", facts, build, indexed.prefix)
-        except DataError as error:
-            raise DataError(f"{indexed.prefix}: {error}") from error
+        tables = self._tables("order", facts, build, indexed.prefix)
         documents, samples, shuffle = (tables[name] for name in ORDER_TABLES)
         return GPTDataset(indexed, SampleOrder(documents, samples, shuffle, sequences, self.seq_length))
+
+    def _facts(
+        self, indexed: IndexedDataset, sequences: range, num_samples: int | None, seed: int
+    ) -> dict[str, object]:
+        """Return everything that decides the order of a source."""
+        part = [sequences.start, sequences.stop]
+        sizes = {"sequences": part, "samples": num_samples, "seq_length": self.seq_length}
+        return {"files": indexed.fingerprint, **sizes, "seed": seed}
+
+    def _packed(self, indexed: IndexedDataset, sequences: range, num_samples: int | None, seed: int) -> SourceDataset:
+        facts = self._facts(indexed, sequences, num_samples, seed) | {"spare": self._spare}
+
+        def build() -> Tables:
+            lengths = document_lengths(indexed, documents_of(indexed, sequences))
+            packing = build_packing(lengths, num_samples, self.seq_length, seed, self._spare)
+            first, bins, order, shuffle = packing
+            return dict(zip(PACKING_TABLES, (first, *bins, order, shuffle)))
+
+        tables = self._tables("packing", facts, build, indexed.prefix)
+        first, kinds, rows, order, shuffle = (tables[name] for name in PACKING_TABLES)
+        packed = PackedOrder(first, Bins(kinds, rows), order, shuffle)
+        return BestFitDataset(indexed, sequences, packed, self.seq_length, self._spare)
 
     def _blend(self, num_samples: int, seed: int) -> BlendedDataset:
         """Blend the sources in proportion to their weights, at least ``num_samples`` samples in all.
@@ -323,6 +397,22 @@ def _check_order(facts: Mapping[str, Any], tables: Tables) -> None:
     _check_range("samples", samples[:, 0], 0, len(documents))  # `IndexedDataset.get` checks the offsets beside them
 
 
+def _check_packing(facts: Mapping[str, Any], tables: Tables) -> None:
+    """Raise ValueError unless the tables have the types, shapes and ranges of `build_packing`."""
+    first, kinds, rows, order, shuffle = (tables[name] for name in PACKING_TABLES)
+    pieces, samples = int(first[-1]), int(kinds[-1, 0])
+    _check_table("first", first, np.int64, (len(first),))
+    _check_range("first", first, 0, pieces + 1)
+    _check_table("kinds", kinds, np.int64, (len(kinds), 3))
+    _check_range("kinds", kinds, 0, max(samples, len(rows), facts["seq_length"]) + 1)
+    _check_table("rows", rows, np.int64, (int(kinds[-1, 1]), 2))
+    _check_range("rows", rows, 0, pieces + 1)
+    _check_table("order", order, shuffle_dtype(pieces), (len(order), pieces))
+    _check_range("order", order, 0, pieces)
+    _check_table("shuffle", shuffle, shuffle_dtype(samples), (len(order), samples))
+    _check_range("shuffle", shuffle, 0, samples)
+
+
 def _check_blend(facts: Mapping[str, Any], tables: Tables) -> None:
     """Raise ValueError unless the tables have the types, shapes and ranges of `build_blend_index`."""
     size = facts["size"]
@@ -343,7 +433,7 @@ def _check_range(name: str, numbers: NDArray[Any], start: int, stop: int) -> Non
         raise ValueError(f"{name} has numbers that are not from {start} to {stop - 1}")
 
 
-TABLE_CHECKS = {"order": _check_order, "blend": _check_blend}
+TABLE_CHECKS = {"order": _check_order, "packing": _check_packing, "blend": _check_blend, "epoch": check_token_sums}
 """Checks of the tables in the cache, by kind."""
 
 

@@ -9,7 +9,8 @@ same. Splits are named ``train``; ``valid``, or ``valid:NAME`` for each of sever
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +24,8 @@ from megatron.config.data_paths import SPLITS
 class Sample(NamedTuple):
     """One training sequence of ``s`` tokens.
 
-    A sample with a loss mask brings its masks along; those of other samples are derived from their tokens.
+    A run derives the loss mask and the documents from the tokens. Labels that a sample's own mask leaves out do not
+    count, and its own documents replace those that the end-of-document id divides.
     """
 
     tokens: NDArray[np.int64]  # int64 [s], the model's inputs
@@ -39,12 +41,22 @@ class Sample(NamedTuple):
         return cls(text[:-1], text[1:])
 
 
+class Span(NamedTuple):
+    """Consecutive tokens of one sequence of token files, which a sample was read from."""
+
+    source: str  # prefix of the files
+    sequence: int  # number of the sequence in them
+    offset: int  # tokens of the sequence before the first one
+    tokens: int  # number of tokens
+
+
 class SourceUsage(NamedTuple):
     """How much of one source a number of samples reads."""
 
     source: str  # name
     tokens: int  # tokens read
     once: int  # tokens in one epoch
+    padding: float = 0.0  # share of the samples that holds no token
 
     @property
     def epochs(self) -> float:
@@ -52,7 +64,8 @@ class SourceUsage(NamedTuple):
         return self.tokens / self.once
 
     def __str__(self) -> str:
-        return f"{self.tokens:,} tokens = {self.epochs:.2f} epochs of {self.once:,} in {self.source}"
+        padded = f", {self.padding:.2%} padding" if self.padding else ""
+        return f"{self.tokens:,} tokens = {self.epochs:.2f} epochs of {self.once:,} in {self.source}{padded}"
 
 
 class SampleRequest(NamedTuple):
@@ -76,6 +89,19 @@ class Dataset(Protocol):
 
     def __getitem__(self, i: int) -> Sample: ...
 
+    def spans(self, i: int) -> tuple[Span, ...]:
+        """Return what sample ``i`` is read from, in order, the last label included; empty for generated data."""
+        return ()
+
+    def places_of(self, sequences: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Return the ascending numbers of the samples that hold a token of ``sequences``, ascending, by source."""
+        wanted = {source: set(numbers.tolist()) for source, numbers in sequences.items()}
+        held = [
+            any(span.tokens and span.sequence in wanted.get(span.source, ()) for span in self.spans(i))
+            for i in range(len(self))
+        ]
+        return np.flatnonzero(held)
+
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read from each source; empty for generated data."""
 
@@ -89,6 +115,40 @@ class Dataset(Protocol):
     def describe(self, tokens: int) -> str:
         """Describe the sources of the first ``tokens`` tokens, one line per source."""
         return "\n".join(map(str, self.source_usage(tokens // self.seq_length)))
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a document in a sample."""
+
+    sequence: int  # of the first token
+    offset: int  # tokens of the sequence before it
+    ids: NDArray[Any]  # ids [n]
+
+
+class SourceDataset(Dataset):
+    """Samples of the sequences of one pair of token files, epoch after epoch."""
+
+    source: str  # prefix of the files
+    part: range  # the sequences of the split
+    tokens: int  # in one epoch
+    epochs: int  # passes over the split
+    largest_table: NDArray[Any]  # the largest table of the order
+    spare: int | None  # ids by which a piece may grow; None if samples are cut at their length
+
+    def __getitem__(self, i: int) -> Sample:
+        return self.assemble(self.pieces(i))
+
+    @abstractmethod
+    def pieces(self, i: int) -> list[Piece]:
+        """Return what sample ``i`` is made of, in order."""
+
+    @abstractmethod
+    def assemble(self, pieces: Sequence[Piece], pad: int | None = None) -> Sample:
+        """Make a sample of pieces, which may have changed their lengths if it is padded with id ``pad``."""
+
+    @abstractmethod
+    def epoch_of(self, i: int) -> int:
+        """Return the epoch in which sample ``i`` begins."""
 
 
 DIGEST_BLOCK = 1 << 14  # so that intermediate arrays stay in the CPU cache

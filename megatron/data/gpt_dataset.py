@@ -8,7 +8,7 @@ next), and the samples are shuffled. Three tables hold this order (`SampleOrder`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron.config.data_paths import split_shares
-from megatron.data.dataset import Dataset, Sample, SourceUsage, fingerprint, splitmix64
+from megatron.data.dataset import Piece, Sample, SourceDataset, SourceUsage, Span, fingerprint, splitmix64
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 
@@ -43,13 +43,13 @@ class SampleOrder(NamedTuple):
         return len(self.document_index) // len(self.part)
 
 
-class GPTDataset(Dataset):
+class GPTDataset(SourceDataset):
     """Samples of ``seq_length`` tokens (``seq_length + 1`` ids) in the order of `build_sample_order`."""
 
     def __init__(self, indexed: IndexedDataset, order: SampleOrder) -> None:
-        self.order = order
-        self.seq_length = order.seq_length
-        self.source = indexed.prefix
+        self.order, self.part, self.seq_length = order, order.part, order.seq_length
+        self.epochs, self.largest_table = order.epochs, order.document_index
+        self.source, self.spare = indexed.prefix, None
         self.tokens = indexed.count_tokens(order.part)  # in one epoch
         self._indexed = indexed
 
@@ -63,7 +63,7 @@ class GPTDataset(Dataset):
     @cached_property
     def fingerprint(self) -> str:
         """See `files_fingerprint`."""
-        return files_fingerprint(self._indexed, self.order.part, self.order.seq_length)
+        return files_fingerprint(self._indexed, self.part, self.seq_length)
 
     def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Hash the first sequence and offset, and the last sequence, of each of the samples ``places [n]``."""
@@ -74,17 +74,53 @@ class GPTDataset(Dataset):
         last = self.order.document_index.take(end[:, 0]).astype(np.uint64)
         return splitmix64(first << np.uint64(32) | begin[:, 1].astype(np.uint64)) ^ last
 
-    def __getitem__(self, i: int) -> Sample:
+    def pieces(self, i: int) -> list[Piece]:
+        """See `SourceDataset.pieces`."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)}")
+        return [
+            Piece(sequence, offset, self._indexed.get(sequence, offset, n)) for sequence, offset, n in self._pieces(i)
+        ]
+
+    def assemble(self, pieces: Sequence[Piece], pad: int | None = None) -> Sample:
+        """See `SourceDataset.assemble`."""
+        text = np.concatenate([piece.ids for piece in pieces], dtype=np.int64)[: self.seq_length + 1]
+        if pad is None:
+            return Sample.of(text)
+        missing = self.seq_length + 1 - len(text)
+        counts = np.arange(1, self.seq_length + 1) < len(text)  # labels that are no padding
+        return Sample.of(np.pad(text, (0, missing), constant_values=pad))._replace(loss_mask=counts.astype(np.float32))
+
+    def epoch_of(self, i: int) -> int:
+        """See `SourceDataset.epoch_of`."""
+        return int(self.order.shuffle_index[i]) * self.seq_length // self.tokens
+
+    def spans(self, i: int) -> tuple[Span, ...]:
+        """See `Dataset.spans`."""
+        lengths = self._indexed.lengths
+        return tuple(
+            Span(self.source, sequence, offset, int(lengths[sequence]) - offset if length is None else length)
+            for sequence, offset, length in self._pieces(i)
+        )
+
+    def places_of(self, sequences: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """See `Dataset.places_of`; in place of all samples, searches the order of the documents."""
+        numbers = sequences.get(self.source, np.empty(0, np.int64))
+        numbers = numbers[self._indexed.lengths[numbers] > 0]
+        at = np.flatnonzero(np.isin(self.order.document_index, numbers))
+        firsts = self.order.sample_index[:, 0]  # sample j reads the places firsts[j] to firsts[j + 1]
+        begins = np.searchsorted(firsts[1:], at, side="left")
+        ends = np.minimum(np.searchsorted(firsts, at, side="right"), len(self))
+        changes = np.bincount(begins, minlength=len(self) + 1) - np.bincount(ends, minlength=len(self) + 1)
+        return np.flatnonzero(np.cumsum(changes)[self.order.shuffle_index] > 0)
+
+    def _pieces(self, i: int) -> Iterator[tuple[int, int, int | None]]:
+        """Yield sequence, offset and number of tokens of the parts of sample ``i``; None for the rest of a sequence."""
         j = int(self.order.shuffle_index[i])
         (first, start), (last, end) = self.order.sample_index[j : j + 2].tolist()
-        parts = []
         for place in range(first, last + 1):
             offset = start if place == first else 0
-            length = end + 1 - offset if place == last else None
-            parts.append(self._indexed.get(int(self.order.document_index[place]), offset, length))
-        return Sample.of(np.concatenate(parts, dtype=np.int64))
+            yield int(self.order.document_index[place]), offset, end + 1 - offset if place == last else None
 
 
 def files_fingerprint(indexed: IndexedDataset, part: range, seq_length: int) -> str:

@@ -26,8 +26,27 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron.checkpoint.durable_files import LockState, durable_rename, sync_file, sync_folder, try_lock, write_file
 from megatron.config.files import read_small
+from megatron.config.text import listed
+from megatron.data.document_origins import RUN, UNKNOWN_FILE, DocumentOrigins, OriginsWriter
 from megatron.data.errors import DataError
-from megatron.data.indexed_dataset import DTYPE_CODES, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, IndexedDataset
+from megatron.data.indexed_dataset import (
+    DTYPE_CODES,
+    INDEX_HEADER,
+    INDEX_MAGIC,
+    INDEX_VERSION,
+    IndexedDataset,
+    compute_fingerprint,
+)
+from megatron.data.manifest import (
+    BLOCK_BYTES,
+    DIGEST_BYTES,
+    MANIFEST_SUFFIX,
+    ORIGINS_SUFFIX,
+    BlockChecksums,
+    DatasetManifest,
+    FileChecksums,
+    merge_fields,
+)
 from megatron.data.tokenizers.base import read_tokenizer_file
 from megatron.data.tokenizers.tokenizer import (
     COPY_FILES_FIX,
@@ -43,9 +62,10 @@ MAX_SEQUENCE_LENGTH = 2**31 - 1  # tokens of a sequence
 COPY_BYTES = 8 << 20
 TABLE_BLOCK = 1 << 20  # table entries in memory at once
 RESUME = "resume"  # in the names of the files of a writer that can be continued
-RESUME_SUFFIXES = ("bin", "lengths", "boundaries")
+RESUME_SUFFIXES = ("bin", "lengths", "boundaries", "runs", "checksums")
 INDEX_ENTRY_BYTES = 20  # index entry of a document of one sequence: length, pointer and boundary
-DATASET_SUFFIXES = ("bin", "idx", RECORD_SUFFIX, FILES_SUFFIX)  # of a dataset's files and folder, ``<prefix>.<suffix>``
+DATASET_SUFFIXES = ("bin", "idx", ORIGINS_SUFFIX, MANIFEST_SUFFIX, RECORD_SUFFIX, FILES_SUFFIX)
+"""Suffixes of a dataset's files and folder, ``<prefix>.<suffix>``."""
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -66,6 +86,8 @@ class IndexedDatasetWriter:
         dtype: DTypeLike,
         extra_files: Mapping[str, bytes] | None = None,
         resume: Sequence[int] | None = None,
+        origins: Sequence[str] | None = None,
+        manifest: Mapping[str, Any] | None = None,
     ) -> None:
         """Prepare ``<prefix>.bin`` and ``<prefix>.idx`` for ids of a type in `DTYPE_CODES`; creates no file yet.
 
@@ -77,6 +99,9 @@ class IndexedDatasetWriter:
                 pair are removed too if none are added.
             resume: result of `save` of an interrupted writer to continue, or zeros for a new one that can be
                 interrupted. None for one whose unfinished files are removed.
+            origins: names of the input files, for the numbers in `add_origins`. None writes no ``.origins``.
+            manifest: fields of the manifest that only the caller knows, among them ``counts``; they may change until
+                the end. None writes no manifest.
 
         Raises:
             DataError: when the format does not have the type.
@@ -89,6 +114,7 @@ class IndexedDatasetWriter:
         self._sequences = 0
         self._published = False
         self._resume = resume
+        self._origin_names, self._manifest = origins, manifest
         # another container may have the same process id
         self._unique = f"{os.getpid()}-{secrets.token_hex(4)}" if resume is None else RESUME
         self._keep = any(resume or ())  # the temporary files, after an exception
@@ -108,7 +134,11 @@ class IndexedDatasetWriter:
                 # the index tables grow in unnamed files, which vanish with the process
                 self._lengths: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
                 self._boundaries: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
-                self._bin: IO[bytes] = files.enter_context(open(self._temporary("bin"), "xb"))
+                self._runs: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
+                self._checksums: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
+                self._origins = OriginsWriter(self._runs)
+                self._bin: IO[bytes] = files.enter_context(open(self._temporary("bin"), "x+b"))
+                self._ids = BlockChecksums(self._bin, self._checksums)
                 with suppress(OSError):  # where files cannot be locked, leftovers are never removed
                     try_lock(self._bin)
             else:
@@ -124,27 +154,38 @@ class IndexedDatasetWriter:
                     os.rename(final, self._temporary("bin"))
                 self._lengths = files.enter_context(open(self._temporary("lengths"), "a+b"))
                 self._boundaries = files.enter_context(open(self._temporary("boundaries"), "a+b"))
+                self._runs = files.enter_context(open(self._temporary("runs"), "a+b"))
+                self._checksums = files.enter_context(open(self._temporary("checksums"), "a+b"))
                 self._continue_from(*self._resume)
             self._open = files.pop_all()
         return self
 
-    def _continue_from(self, sequences: int, documents: int, tokens: int) -> None:
+    def _continue_from(self, sequences: int, documents: int, tokens: int, runs: int) -> None:
         """Cut what was written to the files of an interrupted writer after its last `save`."""
         self._sequences, self.num_documents, self.num_tokens = sequences, documents, tokens
-        sizes = (tokens * self._dtype.itemsize, 4 * sequences, 8 * documents)
-        for file, size in zip((self._bin, self._lengths, self._boundaries), sizes):
+        id_bytes = tokens * self._dtype.itemsize
+        sizes = (id_bytes, 4 * sequences, 8 * documents, runs * RUN.itemsize, id_bytes // BLOCK_BYTES * DIGEST_BYTES)
+        for file, size in zip(self._saved_files, sizes):
             if os.fstat(file.fileno()).st_size < size:
                 folder = shlex.quote(os.path.dirname(self._prefix) or ".")
                 fix = f"start over, without what interrupted runs have left there: rm {folder}/*.{RESUME}.part"
                 raise DataError(f"{file.name} is shorter than it was", fix)
             file.truncate(size)
+        self._origins = OriginsWriter(self._runs, runs)
+        self._ids = BlockChecksums(self._bin, self._checksums)
+        self._ids.resume(self._bin, id_bytes)
 
-    def save(self) -> tuple[int, int, int]:
+    @property
+    def _saved_files(self) -> tuple[IO[bytes], ...]:
+        """Open files, as in `RESUME_SUFFIXES`."""
+        return self._bin, self._lengths, self._boundaries, self._runs, self._checksums
+
+    def save(self) -> tuple[int, int, int, int]:
         """Flush everything to disk, and return what a new writer needs to continue after the documents so far."""
-        for file in (self._bin, self._lengths, self._boundaries):
+        for file in self._saved_files:
             sync_file(file)
         self._keep = True
-        return self._sequences, self.num_documents, self.num_tokens
+        return self._sequences, self.num_documents, self.num_tokens, self._origins.count
 
     def add_document(self, tokens: ArrayLike) -> None:
         """Append a document of one sequence of ids ``[n]``, or an empty one when ``n`` is 0."""
@@ -172,30 +213,45 @@ class IndexedDatasetWriter:
             changed = ids[(stored != ids) & (ids == ids)]  # NaN differs from itself
             if changed.size:
                 raise DataError(f"{self._prefix}: {changed[0]} does not fit {self._dtype}")
-        self._bin.write(np.ascontiguousarray(stored, dtype=self._dtype).data)
+        self._ids.write(np.ascontiguousarray(stored, dtype=self._dtype).data)
         self._add_boundaries(self._sequences + np.cumsum(lengths > 0))
         self._add_lengths(lengths[lengths > 0])
 
-    def add_pair(self, data: IndexedDataset, report: Callable[[int], None] = lambda _: None) -> None:
+    def add_origins(self, runs: NDArray[Any]) -> None:
+        """Add the runs of origins of the documents that are appended next, whose numbers begin at 0."""
+        self._origins.add(runs, self.num_documents)
+
+    def add_pair(
+        self,
+        data: IndexedDataset,
+        report: Callable[[int], None] = lambda _: None,
+        manifest: DatasetManifest | None = None,
+    ) -> None:
         """Append all documents of another pair of the same id type, copying its bytes.
 
         ``report`` is called with the size in bytes of every block copied.
+
+        Raises:
+            DataError: when the files of the pair are not those of its ``manifest``.
         """
+        if manifest is not None:
+            manifest.check_files(data.prefix, omit=("bin",))
         for first in range(1, len(data.documents), TABLE_BLOCK):
             self._add_boundaries(data.documents[first : first + TABLE_BLOCK] + self._sequences)
         for first in range(0, len(data), TABLE_BLOCK):
             self._add_lengths(data.lengths[first : first + TABLE_BLOCK])
-        copied = 0
+        copy = BlockChecksums(self._ids)
         with open(f"{data.prefix}.bin", "rb") as source:
             while block := source.read(COPY_BYTES):
-                self._bin.write(block)
-                copied += len(block)
+                copy.write(block)
                 report(len(block))
-        if copied != data.tokens.nbytes:
+        if copy.num_bytes != data.tokens.nbytes:
             raise DataError(
-                f"{data.prefix}.bin: {copied} bytes were read, expected {data.tokens.nbytes}",
+                f"{data.prefix}.bin: {copy.num_bytes} bytes were read, expected {data.tokens.nbytes}",
                 "merge again after all writers have finished",
             )
+        if manifest is not None:
+            manifest.files["bin"].compare(copy.finish(), f"{data.prefix}.bin")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -205,7 +261,7 @@ class IndexedDatasetWriter:
                 publish_all([self])
         finally:
             kept = RESUME_SUFFIXES if self._keep and not self._published else ()
-            for suffix in {"idx", *RESUME_SUFFIXES, *self._extra_files}.difference(kept):
+            for suffix in {"idx", *self._made, *RESUME_SUFFIXES, *self._extra_files}.difference(kept):
                 self._temporary(suffix).unlink(missing_ok=True)
             for folder in self._folders():
                 if folder.is_dir() and not any(folder.iterdir()):
@@ -214,7 +270,7 @@ class IndexedDatasetWriter:
 
     def _prepare(self) -> None:
         """Write and sync everything, so that only renames are left."""
-        targets = [self._path(suffix) for suffix in ("bin", "idx", *self._extra_files)]
+        targets = [self._path(suffix) for suffix in ("bin", "idx", *self._made, *self._extra_files)]
         targets += [path for folder in self._folders() if folder.is_dir() for path in folder.iterdir()]
         for path in targets:
             if path.is_dir():
@@ -228,10 +284,30 @@ class IndexedDatasetWriter:
             self._temporary(suffix).unlink(missing_ok=True)  # of a writer that was ended here
             write_file(self._temporary(suffix), content)
         with open(self._temporary("idx"), "wb") as file:
-            self._write_index(file)
+            files = {"bin": self._ids.finish(), "idx": self._write_index(BlockChecksums(file))}
             sync_file(file)
+        if self._origin_names is not None:
+            with open(self._temporary(ORIGINS_SUFFIX), "wb") as file:
+                origins = BlockChecksums(file)
+                self._origins.write(origins, self.num_documents, self._origin_names)
+                files[ORIGINS_SUFFIX] = origins.finish()
+                sync_file(file)
+        if self._manifest is not None:
+            counts = {"documents": self.num_documents, "sequences": self._sequences, "tokens": self.num_tokens}
+            facts = {name: value for name, value in self._manifest.items() if name != "counts"}
+            manifest = DatasetManifest(files, self._fingerprint(), self._manifest.get("counts", {}) | counts, facts)
+            self._temporary(MANIFEST_SUFFIX).unlink(missing_ok=True)
+            write_file(self._temporary(MANIFEST_SUFFIX), manifest.to_bytes())
 
-    def _write_index(self, file: IO[bytes]) -> None:
+    def _fingerprint(self) -> str:
+        """Return `IndexedDataset.fingerprint` of the pair."""
+        index: NDArray[np.uint8] = np.memmap(self._temporary("idx"), np.uint8, "r")
+        lengths = index[INDEX_HEADER.size :][: 4 * self._sequences].view("<i4")
+        documents = index[len(index) - 8 * (self.num_documents + 1) :].view("<i8")
+        ids = np.memmap(self._bin, self._dtype, "r", shape=(self.num_tokens,)) if self.num_tokens else lengths[:0]
+        return compute_fingerprint(self._dtype, lengths, documents, ids)
+
+    def _write_index(self, file: BlockChecksums) -> FileChecksums:
         code = next(code for code, dtype in DTYPE_CODES.items() if dtype == self._dtype)
         file.write(INDEX_HEADER.pack(INDEX_MAGIC, INDEX_VERSION, code, self._sequences, self.num_documents + 1))
         self._lengths.seek(0)
@@ -245,17 +321,19 @@ class IndexedDatasetWriter:
         file.write(np.zeros(1, "<i8").data)
         self._boundaries.seek(0)
         shutil.copyfileobj(self._boundaries, file)
+        return file.finish()
 
     def _publish_all_but_index(self) -> None:
-        """Rename the ids and the added files; remove the tokenizer record and files of an older pair."""
-        for path in (self._path(RECORD_SUFFIX), self._path(FILES_SUFFIX)):
-            if path in self._folders() or path in map(self._path, self._extra_files):
+        """Rename the ids and the files beside them; remove the other files of an older pair."""
+        suffixes = ["bin", *self._made, *self._extra_files]
+        for path in map(self._path, DATASET_SUFFIXES):
+            if path in self._folders() or path in map(self._path, (*suffixes, "idx")):
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        for suffix in ("bin", *self._extra_files):
+        for suffix in suffixes:
             os.rename(self._temporary(suffix), self._path(suffix))
         for folder in self._folders():
             for old in {*folder.iterdir()} - {*map(self._path, self._extra_files)}:
@@ -265,6 +343,12 @@ class IndexedDatasetWriter:
     def _publish_index(self) -> None:
         durable_rename(self._temporary("idx"), self._path("idx"))
         self._published = True
+
+    @property
+    def _made(self) -> list[str]:
+        """Suffixes of the files about the pair that are written at the end."""
+        made = {ORIGINS_SUFFIX: self._origin_names, MANIFEST_SUFFIX: self._manifest}
+        return [suffix for suffix, content in made.items() if content is not None]
 
     def _path(self, suffix: str) -> Path:
         return Path(f"{self._prefix}.{suffix}")
@@ -447,6 +531,26 @@ def check_output(inputs: Sequence[str], parts: Sequence[MergeInput], output: str
         raise DataError(f"{needed:,} bytes are needed in {folder}, which has {free:,} free", "another --output-prefix")
 
 
+def in_shard_order(parts: Sequence[MergeInput]) -> tuple[list[MergeInput], str | None]:
+    """Return the parts in the order of their shards if all are shards of one corpus, and a note if some are missing.
+
+    Raises:
+        DataError: when a shard is there twice.
+    """
+    manifests = [DatasetManifest.read(part.prefix) for part in parts]
+    shards = [manifest.facts.get("shard") if manifest else None for manifest in manifests]
+    known = [(number, of) for number, of in filter(None, shards)]
+    if len(known) < len(parts) or len({of for _, of in known}) > 1:
+        return list(parts), None
+    by_number: dict[int, MergeInput] = {}
+    for (number, of), part in zip(known, parts):
+        if (other := by_number.setdefault(number, part)) is not part:
+            raise DataError(f"{other.prefix} and {part.prefix} are both shard {number}/{of}", f"rm {part.prefix}.*")
+    missing = sorted({*range(known[0][1])} - {*by_number})
+    note = f"of {known[0][1]} shards, these are not there: {listed(missing, 8)}" if missing else None
+    return [by_number[number] for number in sorted(by_number)], note
+
+
 def merge_datasets(parts: Sequence[MergeInput], output: str, report: Callable[[int], None] = lambda _: None) -> None:
     """Write the pair ``output``, with the tokenizer record and files of the part with the most complete record.
 
@@ -468,11 +572,27 @@ def merge_datasets(parts: Sequence[MergeInput], output: str, report: Callable[[i
         for path in sorted(folder.glob("*")):
             if path.is_file():
                 extra_files[f"{FILES_SUFFIX}/{path.name}"] = read_tokenizer_file(path)
-    with IndexedDatasetWriter(output, parts[0].dtype, extra_files) as writer:
-        for part in parts:
+    names: dict[str, int] = {}  # of the input files, and their numbers
+    origins = [DocumentOrigins.open(part.prefix) for part in parts]
+    for of_part in origins:
+        for name in of_part.files if of_part else ():
+            names.setdefault(name, len(names))
+    manifests = [DatasetManifest.read(part.prefix) for part in parts]
+    manifest = merge_fields(manifests)
+    with IndexedDatasetWriter(output, parts[0].dtype, extra_files, None, list(names) or None, manifest) as writer:
+        for part, of_part, checksums in zip(parts, origins, manifests):
             data = IndexedDataset(part.prefix, floats=True)
             if (data.dtype, data.num_tokens, len(data)) != (part.dtype, part.tokens, part.sequences):
                 raise DataError(
                     f"{part.prefix} has changed since the merge began", "merge again after all writers have finished"
                 )
-            writer.add_pair(data, report)
+            writer.add_origins(_renumbered(of_part, names) if of_part else np.array([(0, 0, UNKNOWN_FILE)], RUN))
+            writer.add_pair(data, report, checksums)
+
+
+def _renumbered(origins: DocumentOrigins, names: Mapping[str, int]) -> NDArray[Any]:
+    """Return the runs of a pair with the numbers of its files in the merged pair."""
+    numbers = np.array([*(names[name] for name in origins.files), UNKNOWN_FILE], np.int32)
+    runs = np.array(origins.runs)
+    runs["file"] = numbers[runs["file"]]
+    return runs

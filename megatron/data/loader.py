@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.batch import final_consumed_samples, final_iteration, full_global_batch_size, planned_samples
+from megatron.config.batch import (
+    WHOLE_RUN,
+    Origin,
+    final_consumed_samples,
+    final_iteration,
+    full_global_batch_size,
+    planned_samples,
+)
 from megatron.config.data import DOCUMENT_BOUNDARY_OPTIONS, DataConfig
 from megatron.config.data_paths import SPLITS, chat_splits, data_sources
 from megatron.config.text import counted
@@ -44,6 +51,7 @@ from megatron.data.dataset_info import (
 from megatron.data.errors import DataError
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import raise_open_file_limit
+from megatron.data.skipped_dataset import SKIPPED, PlaceRanges, SampleSkips
 from megatron.data.teacher_logits import with_teacher_logits
 from megatron.data.tokenizers.tokenizer import TokenizerRecord
 
@@ -89,20 +97,6 @@ class BatchArrays(NamedTuple):
     boundaries: NDArray[np.int32] | None = None  # int32 [documents + 1], `document_boundaries` of ``documents``
     extra: Mapping[str, NDArray[Any]] = MappingProxyType({})  # [b, s, ...] each, by name
 
-    @classmethod
-    def of_samples(cls, samples: Sequence[Sample]) -> BatchArrays:
-        """Stack samples that bring their masks along; positions count within documents."""
-        columns = zip(Sample._fields[:-1], zip(*samples))
-        arrays = {name: np.stack(column) for name, column in columns if column[0] is not None}
-        documents = arrays.pop("documents", None)
-        return cls(
-            **arrays,
-            positions=None if documents is None else positions_in_documents(documents),
-            documents=documents,
-            boundaries=None if documents is None else document_boundaries(documents),
-            extra=stacked_extra(samples),
-        )
-
     def cut(self, positions: NDArray[np.int64]) -> BatchArrays:
         """Return the tokens at ``positions``; documents stay whole, as attention needs those of all tokens."""
         tokens, labels, loss_mask = self.tokens[:, positions], self.labels[:, positions], self.loss_mask[:, positions]
@@ -120,14 +114,9 @@ SampleColumns = Callable[[BatchArrays, int | None], Mapping[str, NDArray[Any]]]
 context parallelism cuts these, and the id that ends a document, if the masks are derived from it."""
 
 
-def stacked_extra(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
-    """Return the further arrays of samples, stacked, by name."""
-    return {name: np.stack([sample.extra[name] for sample in samples]) for name in samples[0].extra}
-
-
 @dataclass(frozen=True)
 class MaskBuilder:
-    """Masks that a run derives from the special ids in its samples."""
+    """Masks that a run derives from its samples: from their documents, or from the special ids in them."""
 
     eod: int | None = None  # the id that ends a document; None if no mask needs it
     pad: int | None = None  # the padding id; None if there is none, or if it has another meaning too
@@ -145,23 +134,30 @@ class MaskBuilder:
             "the attention pattern restarts in each": self.reset_pattern,
             "no loss on the first token of each": self.mask_eod_loss,
         }
-        active = ", ".join(text for text, is_on in effects.items() if is_on)
+        active = ", ".join(text for text, is_on in effects.items() if is_on and self.eod is not None)
         parts = [f"end with id {self.eod}: {active}"] if active else []
         if self.prefix > 1:
             of_each = " of each" if self.reset_pattern else ""
             parts.append(f"no loss on the first {counted(self.prefix - 1, 'label')}{of_each}, which the prefix shows")
         return "; ".join(parts) or None
 
-    def build(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> BatchArrays:
-        """Build the arrays of a micro-batch of ``tokens`` and ``labels`` ``[b, s]``, which are not modified."""
-        loss_mask = np.ones(tokens.shape, dtype=np.float32)
-        ids = positions = documents = None
+    def build(
+        self,
+        tokens: NDArray[np.int64],
+        labels: NDArray[np.int64],
+        loss_mask: NDArray[np.float32] | None = None,
+        documents: NDArray[np.int64] | None = None,
+    ) -> BatchArrays:
+        """Build the arrays of a micro-batch, from columns ``[b, s]`` as in `Sample`, which are not modified."""
+        loss_mask = np.ones(tokens.shape, dtype=np.float32) if loss_mask is None else loss_mask.copy()
+        ids = documents
         if self.eod is not None:
-            ids = np.zeros(tokens.shape, dtype=np.int64)  # documents that end before; the id belongs to what it ends
-            np.cumsum(tokens[:, :-1] == self.eod, axis=1, out=ids[:, 1:])
-            positions = positions_in_documents(ids) if self.reset_positions else None
-            documents = ids if self.reset_attention else None
             loss_mask[(tokens == self.eod) & self.mask_eod_loss] = 0.0
+            if ids is None:
+                ids = np.zeros(tokens.shape, dtype=np.int64)  # documents that end before; the id ends its own one
+                np.cumsum(tokens[:, :-1] == self.eod, axis=1, out=ids[:, 1:])
+        positions = positions_in_documents(ids) if ids is not None and self.reset_positions else None
+        documents = ids if self.reset_attention else None
         places = np.arange(tokens.shape[1]) if ids is None or not self.reset_pattern else positions_in_documents(ids)
         loss_mask[np.broadcast_to(places < self.prefix - 1, tokens.shape)] = 0.0
         if self.pad is not None:
@@ -169,6 +165,14 @@ class MaskBuilder:
             tokens, labels = (np.where(row == self.pad, PAD_REPLACEMENT, row) for row in (tokens, labels))
         boundaries = None if documents is None else document_boundaries(documents)
         return BatchArrays(tokens, labels, loss_mask, positions, documents, boundaries)
+
+    def build_samples(self, samples: Sequence[Sample]) -> BatchArrays:
+        """Build the arrays of a micro-batch of samples, which have the same columns."""
+        columns: list[Any] = [
+            None if column[0] is None else np.stack(column) for column in zip(*(s[:-1] for s in samples))
+        ]
+        extra = {name: np.stack([sample.extra[name] for sample in samples]) for name in samples[0].extra}
+        return self.build(*columns)._replace(extra=extra)
 
 
 def document_boundaries(documents: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -198,8 +202,8 @@ class DataSource:
     """The splits of a run and how micro-batches are read from them."""
 
     datasets: Mapping[str, Dataset]  # by split name
-    # By split name: the sample counts of its segments, which fix the order. A resumed run passes them to `build_data`,
-    # so that earlier samples keep their places however long it gets.
+    # By split name: the sample counts of its segments, which fix the order. A resumed run passes `laid_out` to
+    # `build_data`, so that earlier samples keep their places however long it gets.
     segments: Mapping[str, tuple[int, ...]]
     used: Mapping[str, int]  # samples the run reads, by split name
     seq_length: int  # tokens per sample
@@ -209,7 +213,9 @@ class DataSource:
     padded: bool = False  # whether a global batch may leave micro-batches partly filled
     # index and number of the streams that training samples are dealt to in turn: one for each replica of DiLoCo
     stream: tuple[int, int] = (0, 1)
+    origin: Origin = WHOLE_RUN  # of the phase of the run that reads them
     columns: tuple[SampleColumns, ...] = ()  # what the model reads beside tokens and labels
+    skipped: PlaceRanges = field(default_factory=PlaceRanges)  # places of training samples that are left out
     notes: tuple[str, ...] = ()  # warnings for the user, a sentence each
 
     def summary(self) -> list[str]:
@@ -236,6 +242,24 @@ class DataSource:
     def fingerprints(self) -> dict[str, str]:
         """`Dataset.fingerprint` by split name."""
         return {name: dataset.fingerprint for name, dataset in self.datasets.items()}
+
+    def laid_out(self, read: int) -> dict[str, list[int]]:
+        """Return ``segments``, and under `SKIPPED` the places skipped before the sample that follows ``read``."""
+        skipped = self.skipped.clip(0, self.skipped.end(self.stream[1] * read))
+        lists = {name: list(counts) for name, counts in self.segments.items()}
+        return lists | ({SKIPPED: skipped.to_list()} if skipped else {})
+
+    def tokens_of_sources(self, read: int) -> dict[str, int]:
+        """Return the tokens read of each source since the beginning of the run, by :attr:`SourceUsage.source`.
+
+        Args:
+            read: training samples read of each stream of these data.
+        """
+        tokens, count, dataset = dict(self.origin.sources), self.stream[1], self.datasets["train"]
+        before = {usage.source: usage.tokens for usage in dataset.source_usage(count * self.origin.read)}
+        for usage in dataset.source_usage(count * read):
+            tokens[usage.source] = tokens.get(usage.source, 0) + usage.tokens - before.get(usage.source, 0)
+        return tokens
 
     def digest(self, split: str, first: int, stop: int) -> int:
         """Return a 64-bit digest of samples ``first .. stop - 1`` of the stream and of what they are made from.
@@ -310,12 +334,7 @@ class DataSource:
         missing = self.micro_batch_size - len(places) if self.padded else 0
         ids = [*places, *[places.stop - 1] * missing]
         samples = [self._sample(split, dataset, i) for i in ids]
-        derived = samples[0].loss_mask is None
-        if derived:
-            tokens, labels = [sample.tokens for sample in samples], [sample.labels for sample in samples]
-            arrays = self.masks.build(np.stack(tokens), np.stack(labels))._replace(extra=stacked_extra(samples))
-        else:
-            arrays = BatchArrays.of_samples(samples)
+        arrays = self.masks.build_samples(samples)
         arrays.loss_mask[len(places) :] = 0.0
         for add in self.columns:
             arrays = arrays.with_columns(add, self.masks.eod)
@@ -327,7 +346,7 @@ class DataSource:
         return MicroBatch(
             sample_ids=tensor(np.array(ids, dtype=np.int64)),
             step=step,
-            pattern_restarts=self.masks.reset_pattern or not derived,
+            pattern_restarts=self.masks.reset_pattern,
             host_documents=None if arrays.documents is None else torch.from_numpy(arrays.documents),
             seq_length=None if rows is None else self.seq_length,
             extra=extra,
@@ -351,6 +370,8 @@ class DataSource:
             sample = dataset[i]
             if len(sample.tokens) != self.seq_length:
                 raise IndexError(f"it has {len(sample.tokens):,} tokens instead of {self.seq_length:,}")
+        except DataError:  # of an object store
+            raise
         except (IndexError, ValueError) as error:
             seen = f"{split_label(split)} sample {i} cannot be read: {error}; its index table is not that of the data"
             raise DataError(seen, "--data-cache-path ANOTHER") from error
@@ -368,6 +389,8 @@ class DataSource:
 
 def find_source(dataset: Dataset, i: int) -> str | None:
     """Return the source that sample ``i`` is read from; None for generated data."""
+    if spans := dataset.spans(i):
+        return spans[0].source
     pairs = zip(dataset.source_usage(i), dataset.source_usage(i + 1))
     return next((after.source for before, after in pairs if after.tokens > before.tokens), None)
 
@@ -391,11 +414,15 @@ def split_sample_counts(
     begin: tuple[int, int] = (0, 0),
     splits: Sequence[str] | None = None,
     streams: int = 1,
+    read: int = 0,
 ) -> dict[str, int]:
-    """Return the samples read by split name: of ``splits``, or of all that the run has data for and needs."""
+    """Return the samples read by split name: of ``splits``, or of all that the run has data for and needs.
+
+    ``read`` are the samples that earlier phases have read of the same data.
+    """
     evaluation = training.eval_iters * full_global_batch_size(training, dp_size)  # every evaluation reads the same
     used = {
-        "train": streams * final_consumed_samples(training, dp_size, *begin),
+        "train": streams * (read + final_consumed_samples(training, dp_size, *begin)),
         "valid": evaluation,
         "test": evaluation,
     }
@@ -416,6 +443,7 @@ def build_data(
     splits: Sequence[str] | None = None,
     segments: Mapping[str, Sequence[int]] | None = None,
     begin: tuple[int, int] = (0, 0),
+    origin: Origin = WHOLE_RUN,
     prefix: int = 0,
     stream: tuple[int, int] = (0, 1),
     columns: tuple[SampleColumns, ...] = (),
@@ -428,8 +456,9 @@ def build_data(
         vocab_size: of the model.
         dp_size: data-parallel ranks.
         splits: to build; None for all.
-        segments: `DataSource.segments` of the run being resumed. Entries of splits that are not built are passed on.
-        begin: steps taken and samples consumed before.
+        segments: `DataSource.laid_out` of the run being resumed. Entries of splits that are not built are passed on.
+        begin: steps taken and samples consumed before, in the current phase.
+        origin: of the phase.
         prefix: see `MaskBuilder`.
         stream: see `DataSource`.
         columns: see `DataSource`.
@@ -442,7 +471,7 @@ def build_data(
     known = find_tokenizer_info(data, vocab_size)
     check_vocab_size(known, vocab_size)
     masks = build_masks(data, known, vocab_size, prefix)
-    used = split_sample_counts(data, training, dp_size, begin, splits, stream[1])
+    used = split_sample_counts(data, training, dp_size, begin, splits, stream[1], origin.read)
     cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path, TABLE_CHECKS)
     build_notes: list[str] = []
     builders: Mapping[str, SegmentBuilder]
@@ -453,17 +482,20 @@ def build_data(
         pairs = training.objective == "dpo"
         build_notes = [n for name in used for n in load_conversations(data, name, training.seq_length, pairs).notes]
     else:
-        builders, build_notes = file_segment_builders(data, used, training, cache)
+        batch = stream[1] * full_global_batch_size(training, dp_size)
+        builders, build_notes = file_segment_builders(data, used, training, vocab_size, cache, origin, batch)
     used = {name: count for name, count in used.items() if name in builders}
     requested = requested_samples(training, dp_size, begin)
     requested["train"] *= stream[1]
     datasets: dict[str, Dataset] = {}
     all_segments = {name: tuple(counts) for name, counts in (segments or {}).items()}
+    skips = SampleSkips(data, training.seq_length, all_segments.pop(SKIPPED, ()), stream[1] * (origin.read + begin[1]))
     extended = []
     for name, count in used.items():
         before = all_segments.get(name, ())
         planned = before or (requested[split_kind(name)],)
-        datasets[name], all_segments[name] = build_split(name, builders[name], planned, count)
+        leave_out = skips if name == "train" and skips else None
+        datasets[name], all_segments[name] = build_split(name, builders[name], planned, count, leave_out)
         added = all_segments[name][len(planned) :]
         if before and added:
             planned_text, added_text = (" + ".join(f"{n:,}" for n in counts) for counts in (before, added))
@@ -477,6 +509,7 @@ def build_data(
         note_missing_records(data),
         *build_notes,
         *extended,
+        *(skips.notes(used["train"]) if "train" in used else ()),
         *(() if cache is None else cache.notes),
     )
     source = DataSource(
@@ -489,7 +522,9 @@ def build_data(
         masks=masks,
         padded=training.pad_global_batch,
         stream=stream,
+        origin=origin,
         columns=columns,
+        skipped=skips.ranges,
         notes=tuple(note for note in notes if note),
     )
     if training.teacher_logits is None:
@@ -500,11 +535,13 @@ def build_data(
 
 def build_masks(data: DataConfig, known: TokenizerRecord | None, vocab_size: int, prefix: int = 0) -> MaskBuilder:
     """Return the masks of a run."""
-    if data.generated or data.chat_data_path:
+    if data.mock_data:
         return MaskBuilder(prefix=prefix)
+    if data.plugin_dataset is not None or data.chat_data_path:  # documents of the samples' own are always apart
+        return MaskBuilder(None, None, reset_positions=True, reset_attention=True, reset_pattern=True, prefix=prefix)
     wanted = [flag for flag in DOCUMENT_BOUNDARY_OPTIONS if getattr(data, flag)]
     eod = find_eod_id(data, known, vocab_size)
-    if wanted and eod is None:
+    if wanted and eod is None and data.packing == "concat":
         flag = f"--{wanted[0].replace('_', '-')}"
         raise DataError(
             f"{flag} needs the id that ends a document, and the data have no tokenizer record",

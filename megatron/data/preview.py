@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.config.batch import final_consumed_samples
@@ -11,12 +11,16 @@ from megatron.config.data import DOCUMENT_BOUNDARY_OPTIONS
 from megatron.config.data_paths import SPLITS, Blend, SplitSource, data_sources, split_shares
 from megatron.config.run import RunConfig
 from megatron.config.text import listed
+from megatron.data.best_fit_dataset import pack_files
+from megatron.data.blend_usage import blend_usage, usage_table, whole_run
 from megatron.data.build import file_segment_builders, resolve_sources
 from megatron.data.dataset import split_heading, split_kind
 from megatron.data.dataset_info import find_tokenizer_info
+from megatron.data.fim_dataset import SPARE_IDS
 from megatron.data.gpt_dataset import split_ranges
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.loader import build_data, build_masks, note_many_epochs, split_sample_counts
+from megatron.data.loader import DataSource, build_data, build_masks, note_many_epochs, split_sample_counts
+from megatron.data.skipped_dataset import SKIPPED, SampleSkips
 
 MAX_DATASETS_SHOWN = 8  # datasets listed
 
@@ -32,16 +36,23 @@ class DatasetUse(NamedTuple):
     tokens: int
     share: float  # of the samples
     epochs: float
+    padding: float | None  # share of the samples that holds no token; None if documents are not packed
 
 
-def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> list[str]:
+def preview_data(
+    config: RunConfig,
+    world_size: int,
+    iteration: int = 0,
+    consumed_samples: int = 0,
+    segments: Mapping[str, Sequence[int]] | None = None,
+) -> list[str]:
     """Return lines for the configuration summary, one per dataset; none for mock data.
 
     Reads only the size and the header of each file, unless a split might be too small for a sample. ``iteration`` and
-    ``consumed_samples`` are where the run begins.
+    ``consumed_samples`` are where the run begins, and ``segments`` are those of `build_data`.
 
     Raises:
-        UserError: if the data options are invalid.
+        UserError: if the data options are invalid, or skip what has been consumed.
         DataError: if a file is invalid, or the data are too small for the run, as at its start.
     """
     if config.data.mock_data:
@@ -50,44 +61,71 @@ def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consume
     begin = iteration, consumed_samples
     streams = config.diloco.streams
     if config.data.chat_data_path or config.data.generated:
-        return build_data(
-            config.data, config.training, config.model.vocab, dp, begin=begin, stream=(0, streams)
-        ).summary()
+        return _generated(config, dp, begin, segments).summary()
     tokens = streams * final_consumed_samples(config.training, dp, *begin) * config.training.seq_length
+    length = config.training.seq_length
+    packed = None if config.data.packing == "concat" else (length, SPARE_IDS * config.data.fim_data)
     read = split_sample_counts(config.data, config.training, dp, begin, streams=streams)
     sources = data_sources(config.data)
-    rows = list(_rows(sources, tokens))
+    mixture = [] if config.data.data_mixture is None else blend_usage(config, world_size, resumes=iteration > 0)
+    if mixture:
+        table = usage_table(mixture, MAX_DATASETS_SHOWN)
+        rows = [f"{'train' if line is table[0] else '':<11}{line}" for line in table]
+        rows += _rows({name: source for name, source in sources.items() if name != "train"}, tokens, packed)
+    else:
+        rows = list(_rows(sources, tokens, packed))
     prefix = config.model.attention_prefix
     if prefix or any(getattr(config.data, flag) for flag in DOCUMENT_BOUNDARY_OPTIONS):
         known = find_tokenizer_info(config.data, config.model.vocab)
         masks = build_masks(config.data, known, config.model.vocab, prefix).describe()
         rows += [f"{'documents':<11}{masks}"] if masks else []
-    notes: list[str] = []
+    skips = SampleSkips(
+        config.data, config.training.seq_length, (segments or {}).get(SKIPPED, ()), streams * consumed_samples
+    )
+    notes = skips.notes(tokens // config.training.seq_length)
     needed = {split: source for split, source in resolve_sources(config.data, read).items() if split in read}
     prefixes = dict.fromkeys(prefix for source in needed.values() for prefix in source.blend.prefixes)
     sequences = {prefix: len(IndexedDataset(prefix, verify=False)) for prefix in prefixes}
-    if any(_fewest_sequences(split, source, sequences) < FEW_SEQUENCES for split, source in needed.items()):
-        notes += file_segment_builders(config.data, read, config.training, None)[1]
-    train = sources["train"]
-    part = 1.0 if train.split is None else split_shares(train.split)[0]
-    most_read = max(_dataset_use(train.blend, tokens, part), key=lambda use: use.epochs)
-    note = note_many_epochs(most_read.prefix, most_read.epochs)
+    if config.data.fim_data or any(
+        _fewest_sequences(split, source, sequences) < FEW_SEQUENCES for split, source in needed.items()
+    ):
+        notes += file_segment_builders(config.data, read, config.training, config.model.vocab, None)[1]
+    if mixture:
+        most_used = max(whole_run(mixture), key=lambda use: use.epochs_at_end)
+        note = note_many_epochs(most_used.name, most_used.epochs_at_end)
+    else:
+        train = sources["train"]
+        part = 1.0 if train.split is None else split_shares(train.split)[0]
+        most_read = max(_dataset_use(train.blend, tokens, part, packed), key=lambda use: use.epochs)
+        note = note_many_epochs(most_read.prefix, most_read.epochs)
     if note is not None:
         notes.append(note)
     return rows + [f"{'note':<11}{note}" for note in notes]
 
 
 def data_fingerprints(
-    config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0
+    config: RunConfig,
+    world_size: int,
+    iteration: int = 0,
+    consumed_samples: int = 0,
+    segments: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, str]:
     """Return `DataSource.fingerprints` of the data that :func:`preview_data` describes; no order is built for files."""
     data, training, streams = config.data, config.training, config.diloco.streams
     dp, begin = config.parallel.data_parallel_size(world_size), (iteration, consumed_samples)
     if data.generated or data.chat_data_path:
-        return build_data(data, training, config.model.vocab, dp, begin=begin, stream=(0, streams)).fingerprints
+        return _generated(config, dp, begin, segments).fingerprints
     read = split_sample_counts(data, training, dp, begin, streams=streams)
-    builders, _ = file_segment_builders(data, read, training, None)
+    builders, _ = file_segment_builders(data, read, training, config.model.vocab, None)
     return {split: builder.fingerprint for split, builder in builders.items()}
+
+
+def _generated(
+    config: RunConfig, dp: int, begin: tuple[int, int], segments: Mapping[str, Sequence[int]] | None
+) -> DataSource:
+    """Return the data of a run without token files."""
+    streams, vocab_size = config.diloco.streams, config.model.vocab
+    return build_data(config.data, config.training, vocab_size, dp, segments=segments, begin=begin, stream=(0, streams))
 
 
 def _fewest_sequences(split: str, source: SplitSource, sequences: Mapping[str, int]) -> int:
@@ -98,12 +136,12 @@ def _fewest_sequences(split: str, source: SplitSource, sequences: Mapping[str, i
     return min(len(split_ranges(source.split, count)[SPLITS.index(split_kind(split))]) for count in counts)
 
 
-def _rows(sources: Mapping[str, SplitSource], tokens: int) -> Iterator[str]:
-    """Yield a line for each dataset of a run that trains on ``tokens`` tokens."""
+def _rows(sources: Mapping[str, SplitSource], tokens: int, packed: tuple[int, int] | None) -> Iterator[str]:
+    """Yield a line for each dataset of a run that trains on ``tokens`` tokens; see `_dataset_use`."""
     ratios = next((source.split for source in sources.values() if source.split is not None), None)
     if ratios is None:
         for name in list(sources)[:MAX_DATASETS_SHOWN]:
-            lines = _datasets(sources[name].blend, tokens if name == "train" else 0)
+            lines = _datasets(sources[name].blend, tokens if name == "train" else 0, 1.0, packed)
             yield split_heading(name) + next(lines)
             yield from (f"{'':<11}{line}" for line in lines)
         if len(sources) > MAX_DATASETS_SHOWN:
@@ -112,35 +150,44 @@ def _rows(sources: Mapping[str, SplitSource], tokens: int) -> Iterator[str]:
     shares = split_shares(ratios)
     parts = ", ".join(f"{split} {_percent(share)}" for split, share in zip(SPLITS, shares) if share)
     yield f"{'data':<11}of each dataset {parts}"
-    yield from (f"{'':<11}{line}" for line in _datasets(sources["train"].blend, tokens, shares[0]))
+    yield from (f"{'':<11}{line}" for line in _datasets(sources["train"].blend, tokens, shares[0], packed))
     sets = [name.partition(":")[2] for name in sources if ":" in name]
     if sets:
         yield f"{'valid':<11}each by itself: {listed(sets, MAX_DATASETS_SHOWN)}"
 
 
-def _datasets(blend: Blend, tokens: int, part: float = 1.0) -> Iterator[str]:
-    """Yield a line for each dataset of a blend, of which the fraction ``part`` is used for ``tokens`` tokens."""
-    for use in _dataset_use(blend, tokens, part):
+def _datasets(blend: Blend, tokens: int, part: float, packed: tuple[int, int] | None) -> Iterator[str]:
+    """Yield a line for each dataset of a blend, as `_dataset_use`."""
+    for use in _dataset_use(blend, tokens, part, packed):
         weight = f"{_percent(use.share)} " if len(blend.prefixes) > 1 and use.share else ""
         repeats = (
             f", {use.epochs:,.1f} epochs" if use.epochs >= 1 else f", {use.epochs:.2g} epochs" if use.epochs else ""
         )
-        yield f"{weight}{use.prefix}: {use.documents:,} documents, {use.tokens:,} tokens{repeats}"
+        padding = "" if use.padding is None else f", {use.padding:.2%} padding"
+        yield f"{weight}{use.prefix}: {use.documents:,} documents, {use.tokens:,} tokens{repeats}{padding}"
     if len(blend.prefixes) > MAX_DATASETS_SHOWN:
         yield f"and {len(blend.prefixes) - MAX_DATASETS_SHOWN:,} more"
 
 
-def _dataset_use(blend: Blend, tokens: int, part: float) -> list[DatasetUse]:
-    """Return the listed datasets of a blend with their shares and epochs."""
+def _dataset_use(blend: Blend, tokens: int, part: float, packed: tuple[int, int] | None) -> list[DatasetUse]:
+    """Return the listed datasets of a blend, of which the fraction ``part`` is used, with their shares and epochs.
+
+    ``tokens`` are those that training reads, padding included. ``packed`` are the length of samples that documents are
+    packed into, and what is spared for each; None if they are not.
+    """
     shown = [IndexedDataset(prefix, verify=False) for prefix in blend.prefixes[:MAX_DATASETS_SHOWN]]
     lengths = [data.num_tokens for data in shown]
     weights = blend.weights or (lengths if len(shown) == len(blend.prefixes) else [0])
     total = sum(weights) or math.inf
-    shares = [weight / total for weight in weights[: len(shown)]]
-    return [
-        DatasetUse(data.prefix, data.num_documents, size, share, tokens * share / (size * part) if size else 0.0)
-        for data, size, share in zip(shown, lengths, shares + [0.0] * len(shown))
-    ]
+    shares = [*(weight / total for weight in weights), *[0.0] * len(shown)]
+    uses = []
+    for data, size, share in zip(shown, lengths, shares):
+        bins = None if packed is None else pack_files(data, *packed)
+        once = size if packed is None or bins is None else len(bins) * packed[0]
+        padding = None if packed is None or bins is None else bins.padding(*packed)
+        epochs = tokens * share / (once * part) if once else 0.0
+        uses.append(DatasetUse(data.prefix, data.num_documents, size, share, epochs, padding))
+    return uses
 
 
 def _percent(share: float) -> str:

@@ -72,14 +72,18 @@ class LearningRateSchedule(WithPluginOptions):
     weight_decay_end: float
     # ``constant`` (``weight_decay_end`` throughout), ``linear`` or ``cosine``.
     weight_decay_style: str
-    # Samples of the run.
-    total: int
+    # End of the ramp of weight decay.
+    total: float
     # Peak and floor of embeddings and output layer, if they differ.
     decoupled: tuple[float, float] | None = None
+    # Samples that are consumed when the schedule begins.
+    begin: float = 0
 
     @classmethod
-    def from_config(cls, config: OptimizerConfig, lengths: ScheduleLengths, scale: float = 1.0) -> LearningRateSchedule:
-        """Return the schedule of a run; ``scale`` is :func:`megatron.config.batch.lr_scale`.
+    def from_config(
+        cls, config: OptimizerConfig, lengths: ScheduleLengths, scale: float = 1.0, begin: float = 0
+    ) -> LearningRateSchedule:
+        """Return the schedule of a run; ``scale`` and ``begin`` are those of :mod:`megatron.config.batch`.
 
         The warm-up begins at the unscaled ``lr_warmup_init``, as in Goyal et al. 2017 (arXiv 1706.02677).
         """
@@ -101,21 +105,23 @@ class LearningRateSchedule(WithPluginOptions):
             weight_decay_end=config.weight_decay if end is None else end,
             weight_decay_style=config.weight_decay_incr_style,
             total=lengths.total,
+            begin=begin,
             decoupled=decoupled,
             plugin_options=config.plugin_options,
         )
 
-    def rates(self, samples: int) -> Rates:
-        """Return the rates of the step that starts after ``samples`` samples."""
+    def rates(self, consumed_samples: int) -> Rates:
+        """Return the rates of the step that starts after ``consumed_samples`` of the run."""
+        samples = consumed_samples - self.begin
         return Rates(self.learning_rate(samples), self.weight_decay(samples), self.decoupled_learning_rate(samples))
 
-    def learning_rate(self, samples: int) -> float:
-        """Return the learning rate of the step that starts after ``samples`` samples."""
+    def learning_rate(self, samples: float) -> float:
+        """Return the learning rate of the step that starts after ``samples`` samples of the schedule."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.warmup_init + (self.peak - self.warmup_init) * samples / self.warmup
         return self.shape(self, samples)
 
-    def progress(self, samples: int) -> float:
+    def progress(self, samples: float) -> float:
         """Return the part of the decay that is over: 0 after the warm-up, 1 at the end of the decay and after it."""
         return (samples - self.warmup) / (self.decay - self.warmup) if samples <= self.decay else 1.0
 
@@ -123,39 +129,39 @@ class LearningRateSchedule(WithPluginOptions):
         """Return the learning rate that is ``share`` of the way from the floor to the peak."""
         return self.floor + (self.peak - self.floor) * share
 
-    def decoupled_learning_rate(self, samples: int) -> float | None:
+    def decoupled_learning_rate(self, samples: float) -> float | None:
         """Return the learning rate of the embeddings and the output layer; None if it is the common one."""
         if self.decoupled is None:
             return None
         peak, floor = self.decoupled
         return replace(self, peak=peak, floor=floor).learning_rate(samples)
 
-    def weight_decay(self, samples: int) -> float:
-        """Return the weight decay of the step that starts after ``samples`` samples."""
+    def weight_decay(self, samples: float) -> float:
+        """Return the weight decay of the step that starts after ``samples`` samples of the schedule."""
         start, end = self.weight_decay_start, self.weight_decay_end
         if self.weight_decay_style == "constant" or samples > self.total:
             return end
         return start + (end - start) * (1.0 - CURVES[self.weight_decay_style](samples / self.total))
 
 
-LearningRateStyle = Callable[[LearningRateSchedule, int], float]
-"""From a schedule, and the samples consumed before a step after the warm-up, to the step's learning rate."""
+LearningRateStyle = Callable[[LearningRateSchedule, float], float]
+"""From a schedule, and the samples of it before a step after the warm-up, to the step's learning rate."""
 
 
-def _constant(schedule: LearningRateSchedule, samples: int) -> float:
+def _constant(schedule: LearningRateSchedule, samples: float) -> float:
     return schedule.peak
 
 
-def _along(curve: Curve, schedule: LearningRateSchedule, samples: int) -> float:
+def _along(curve: Curve, schedule: LearningRateSchedule, samples: float) -> float:
     return schedule.above_floor(curve(schedule.progress(samples)))
 
 
-def _inverse_square_root(schedule: LearningRateSchedule, samples: int) -> float:
+def _inverse_square_root(schedule: LearningRateSchedule, samples: float) -> float:
     rate = schedule.peak * math.sqrt(max(schedule.warmup, 1) / max(samples, 1))
     return max(schedule.floor, rate) if samples <= schedule.decay else schedule.floor
 
 
-def _warmup_stable_decay(schedule: LearningRateSchedule, samples: int) -> float:
+def _warmup_stable_decay(schedule: LearningRateSchedule, samples: float) -> float:
     into_decay = samples - (schedule.decay - schedule.wsd_decay)
     part = min(1.0, into_decay / schedule.wsd_decay) if into_decay > 0 else 0.0
     return schedule.above_floor(CURVES[schedule.wsd_style](part))

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.checkpoint.format import Manifest
-from megatron.config.batch import batch_size_stages
+from megatron.config.batch import WHOLE_RUN, Origin, batch_size_stages
 from megatron.config.run import RunConfig
 from megatron.config.text import listed, listed_ranks
+from megatron.data.dataset import fingerprint as content_hash
 from megatron.data.dataset import split_label
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data
@@ -36,11 +37,24 @@ class Progress:
 
     iteration: int = 0  # steps taken
     consumed_samples: int = 0
-    total_steps: int = 0  # of the whole run
-    batches_since: tuple[int, int] = (0, 0)  # steps and samples at which the current batch size options took effect
+    total_steps: int = 0  # at the end of the current phase
+    origin: Origin = WHOLE_RUN  # of the current phase
+    later: tuple[int, int] = (0, 0)  # steps and tokens of the phases after it
+    # steps and samples of the phase at which the current batch size options took effect
+    batches_since: tuple[int, int] = (0, 0)
     evaluated: dict[str, int] = field(default_factory=dict)  # by split: steps taken before the last evaluation on it
     losses: dict[str, float] = field(default_factory=dict)  # last ones by split; of train, those of the last log line
     run_id: str = ""  # the same through all starts of the run
+
+    @property
+    def in_phase(self) -> tuple[int, int]:
+        """Steps taken and samples consumed in the current phase."""
+        return self.origin.local(self.iteration, self.consumed_samples)
+
+    @property
+    def place(self) -> int:
+        """Samples read of the data of the current phase: the place of the next one."""
+        return self.origin.read + self.consumed_samples - self.origin.samples
 
 
 class Prefetched(NamedTuple):
@@ -97,7 +111,7 @@ class BatchReader(Component):
         Raises:
             DataError: if the data cannot be opened, or are not the same on all ranks.
         """
-        config, begin = self._config, (self._progress.iteration, self._progress.consumed_samples)
+        config, origin = self._config, self._progress.origin
         self._prefetched = None
         self.source = build_data(
             config.data,
@@ -105,14 +119,16 @@ class BatchReader(Component):
             config.model.vocab,
             self._mesh.dp_size,
             segments=segments,
-            begin=begin,
+            begin=self._progress.in_phase,
+            origin=origin,
             prefix=config.model.attention_prefix,
             stream=(self._stream, config.diloco.streams),
             columns=sample_columns(config.model),
         )
         check_same_data(self.source, self._mesh.world)
-        self.start_digest = self.source.digest("train", 0, begin[1])
-        self._digest, self.digest_read = (begin[1], self.start_digest), 0
+        read = self._progress.place
+        self.start_digest = (origin.digest + self.source.digest("train", 0, read)) % DIGEST_MODULUS
+        self._digest, self.digest_read = (read, self.start_digest), 0
 
     def use_stream(self, index: int) -> None:
         """Read the training samples of a stream, before the first step."""
@@ -123,26 +139,32 @@ class BatchReader(Component):
     @property
     def next_batch_size(self) -> int:
         """Samples of the next global batch."""
-        return self._batch_size_after(self._progress.consumed_samples)
+        return self._batch_size_at(self._progress.place)
 
-    def _batch_size_after(self, samples: int) -> int:
+    def _batch_size_at(self, place: int) -> int:
+        samples = place - self._progress.origin.read
         return next(size for first, size in reversed(self._batch_sizes) if first <= samples)
 
     def next_batches(self) -> list[MicroBatch]:
         """Return this rank's micro-batches of the next step, prefetched or read now."""
-        place = self._progress.consumed_samples, self.next_batch_size
+        place = self._progress.place, self.next_batch_size
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is None or prefetched.place != place:
             return self._read("train", *place)
         self.digest_read += prefetched.digest
         return [replace(batch, step=self._progress.iteration) for batch in prefetched.batches]
 
+    def pass_over(self) -> None:
+        """Count the samples of the next step as read."""
+        self._prefetched = None
+        self._places("train", self._progress.place, self.next_batch_size)
+
     def prefetch(self) -> None:
         """Read the batch of the step after the current one, which a GPU is computing and which is not counted yet."""
         if self._progress.iteration + 1 >= self._progress.total_steps:
             return
-        first = self._progress.consumed_samples + self.next_batch_size
-        place = first, self._batch_size_after(first)
+        first = self._progress.place + self.next_batch_size
+        place = first, self._batch_size_at(first)
         digest_before = self.digest_read
         try:
             with self._timers("batch-generator"):  # a GPU that finishes its step meanwhile idles during this
@@ -158,19 +180,25 @@ class BatchReader(Component):
         return self._read(split, index * size, size)
 
     def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
+        data = self.source
+        places = self._places(split, first, size)
+        rows = None if self.cp is None else self.cp.rows(data.seq_length)
+        return [data.micro_batch(split, group, self._progress.iteration, self._device, rows) for group in places]
+
+    def _places(self, split: str, first: int, size: int) -> list[range]:
+        """Return the places of this rank's micro-batches, and add training samples to the digest."""
         data, mesh = self.source, self._mesh
         places = data.rank_places(split, first, size, mesh.dp_rank, mesh.dp_size)
         if split == "train" and mesh.coordinate["cp"] == 0:  # its peers read the same samples
             self.digest_read += data.digest_places(split, places)
-        rows = None if self.cp is None else self.cp.rows(data.seq_length)
-        return [data.micro_batch(split, group, self._progress.iteration, self._device, rows) for group in places]
+        return places
 
     def samples_digest(self) -> int:
         """Return the digest of all consumed samples, computed from the sample order."""
         known, digest = self._digest
-        consumed = self._progress.consumed_samples
-        digest = (digest + self.source.digest("train", known, consumed)) % DIGEST_MODULUS
-        self._digest = consumed, digest
+        read = self._progress.place
+        digest = (digest + self.source.digest("train", known, read)) % DIGEST_MODULUS
+        self._digest = read, digest
         return digest
 
     def consumed_digest(self) -> int:
@@ -192,7 +220,9 @@ class BatchReader(Component):
         Raises:
             UserError: if the training samples, consumed or still to come, are not those of the run that saved.
         """
-        saved, now = manifest.state["data"], self.source.stream
+        progress, saved, now = self._progress, manifest.state["data"], self.source.stream
+        if progress.place == 0 < progress.iteration:  # a phase with data of its own begins
+            return ()
         stream = tuple(saved.get("stream", (0, 1)))
         recorded = bool(saved["digest"])  # Megatron-LM records no samples
         reordered = recorded and stream == now and f"{self.start_digest:016x}" != saved["digest"]
@@ -211,10 +241,11 @@ class BatchReader(Component):
         """
         return {
             # "stretches" is the name of the segments in this file format.
-            "stretches": {split: list(counts) for split, counts in self.source.segments.items()},
+            "stretches": self.source.laid_out(self._progress.place),
             "fingerprints": dict(self.source.fingerprints),
             "digest": f"{self.consumed_digest():016x}",
             "stream": list(self.source.stream),
+            "sources": self.source.tokens_of_sources(self._progress.place),
         }
 
 
@@ -229,6 +260,8 @@ def check_same_data(data: DataSource, world: Group) -> None:
         + " + ".join(f"{count:,}" for count in data.segments[name])
         for name, fingerprint in data.fingerprints.items()
     }
+    if data.skipped:
+        layout["train"] += f", skipped {content_hash(*data.skipped.to_list())}"
     differing, versions = differences(layout, world)
     if differing:
         kinds = " and ".join(map(split_label, differing))

@@ -24,6 +24,7 @@ from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import load_sharded
 from megatron.checkpoint.save import local_bytes
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
+from megatron.config.batch import WHOLE_RUN, Origin
 from megatron.config.text import package_version
 from megatron.convert.weight_source import WeightSource, fill_weights
 from megatron.distributed import comm
@@ -152,6 +153,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
     """
     progress = trainer.progress
     iteration, consumed_samples = progress.batches_since
+    name = trainer.config.training.phase_name or ""
     states = {component.name: _state_of(component) for component in trainer.components if component.name}
     return {
         "iteration": progress.iteration,
@@ -160,6 +162,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
         "evaluated": dict(progress.evaluated),
         "losses": {split: loss for split, loss in progress.losses.items() if math.isfinite(loss)},
         "run_id": progress.run_id,
+        **({"phase": {"name": name, **progress.origin.to_state()}} if name or progress.origin != WHOLE_RUN else {}),
         **{name: state for name, state in states.items() if state},
         "written_by": {
             "layout": dict(trainer.mesh.layout.sizes),
@@ -182,13 +185,14 @@ def _state_of(component: Component) -> dict[str, Any]:
     return state
 
 
-def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -> list[str]:
+def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position, origin: Origin) -> list[str]:
     """Resume exactly where the run that wrote the checkpoint was; return notes. Collective.
 
     Args:
         trainer: built without initial weights.
         manifest: manifest of the checkpoint.
-        batches_since: steps and samples at which the current batch size options took effect.
+        batches_since: steps and samples of the phase at which the current batch size options took effect.
+        origin: of the phase that continues, or begins there.
 
     Raises:
         DamagedCheckpointError: on every rank, if checksums do not match, or the state of a component is odd.
@@ -199,7 +203,9 @@ def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -
     if problem := state_problem(manifest, types, [c.name for c in trainer.components if c.missing is None]):
         raise DamagedCheckpointError(f"{manifest.path}: {problem}")
     saved, progress = manifest.state, trainer.progress
-    trainer.start_at(*position_of(manifest), saved["data"]["stretches"], batches_since)
+    position = position_of(manifest)
+    begins = 0 < position[0] == origin.iteration and not origin.read  # the phase, with data of its own
+    trainer.start_at(*position, None if begins else saved["data"]["stretches"], batches_since, origin)
     evaluated = saved.get("evaluated", {})
     progress.evaluated = dict(evaluated) if isinstance(evaluated, Mapping) else {"valid": evaluated}  # old checkpoints
     progress.losses = dict(saved.get("losses", {}))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,6 +32,7 @@ from megatron.checkpoint.lease import Lease, raise_if_superseded
 from megatron.checkpoint.load import open_manifest
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, run_in_background, save_sharded, share_lease
+from megatron.config.batch import Origin
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import Problem, UserError
 from megatron.convert.sources import SourceOptions, open_source
@@ -63,7 +64,9 @@ from megatron.training.resume_source import (
     ResumeSource,
     compare_with_checkpoint,
     find_resume_source,
+    next_origin,
     passed_over_note,
+    phase_note,
 )
 from megatron.training.trainer import Trainer
 
@@ -109,6 +112,15 @@ def choose_resume_source(options: CheckpointConfig, world: Group, nodes: NodeChe
             raise
         return nodes.add_to(error)
     return source if nodes is None else nodes.add_to(source)
+
+
+class NoCheckpointLeftError(UserError):
+    """All checkpoints of a start are damaged, found while they were loaded."""
+
+    def __init__(self, passed_over: Sequence[str]) -> None:
+        """Store notes on the checkpoints."""
+        super().__init__([Problem("E811", "\n  ".join(["no checkpoint can be used:", *passed_over]))])
+        self.passed_over = tuple(passed_over)
 
 
 @dataclass(frozen=True)
@@ -192,24 +204,28 @@ class Checkpointer:
                 manifest, more = opened or (open_manifest(path, self.world), [])
                 notes += more
                 found = self._tokenizer_files(manifest)
-                changes, batches_since = compare_with_checkpoint(
+                changes, batches_since, mode = compare_with_checkpoint(
                     manifest, trainer.config, self.world.size, source.mode, notes
                 )
                 trainer.files = files_to_carry(own_files, found)
                 notes += [note for component in trainer.components for note in component.check(manifest)]
-                if source.mode == "weights-only":
+                if mode == "weights-only":
                     restore_weights(trainer, manifest)
                     notes += tokenizer_notes(own_files, found)
                     loaded = f"weights from {manifest.path}"
                 else:
-                    notes += restore_run(trainer, manifest, batches_since)
+                    origin = Origin.from_state(manifest.state)
+                    if mode == "new-phase":
+                        origin = next_origin(manifest, trainer.config, self.world.size)
+                        notes.append(phase_note(origin, trainer.config, self.world.size))
+                    notes += restore_run(trainer, manifest, batches_since, origin)
                     position = f"step {trainer.iteration}, {trainer.consumed_samples:,} samples"
                     loaded = f"resumed from {manifest.path}: {position}"
             except DamagedCheckpointError as error:
                 notes.append(passed_over_note(path, error))
                 continue
             return [*notes, loaded, *changes]
-        raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
+        raise NoCheckpointLeftError(notes)
 
     def _tokenizer_files(self, manifest: Manifest) -> dict[str, bytes]:
         def read() -> dict[str, str]:

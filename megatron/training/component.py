@@ -142,6 +142,10 @@ class Component(UpdateHook):
     def on_step_start(self) -> None:
         """Act before the micro-batches of the next step are read. A step hook."""
 
+    def passes_over(self, step: int) -> bool:
+        """Return True if the samples of step number ``step``, the next one, are to be consumed without computing."""
+        return False
+
     def on_batches(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Return this rank's micro-batches of a step or an evaluation with what the component adds to them."""
         return batches

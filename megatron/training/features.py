@@ -23,6 +23,7 @@ from megatron.training.components.head_weights import HeadWeights
 from megatron.training.components.kept_casts import KeptCasts
 from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.components.optimizer_state import OptimizerState
+from megatron.training.components.passed_steps import PassedSteps
 from megatron.training.components.spikes import SpikeGuard
 from megatron.training.diloco.component import Diloco
 from megatron.training.diloco.outer_optimizer import PARAM
@@ -47,6 +48,7 @@ FEATURES: Sequence[Feature] = (
     ExpertLoadBalance,
     ExchangeOverflow,
     SpikeGuard,
+    PassedSteps,
     AverageWeights,
     KeptCasts,
     AdapterBase,

@@ -79,7 +79,7 @@ def train(
         stop_components(trainer.components, error)
         raise
     stop_components(trainer.components, None)
-    if not skip_train and trainer.iteration >= trainer.total_steps:
+    if not skip_train and trainer.iteration >= trainer.total_steps and not trainer.progress.later[0]:
         checkpointer.mark_finished(True)
     return status
 
@@ -106,19 +106,21 @@ def take_steps(
         timers=trainer.timers,
         goodput=goodput,
         timing_option=logging.timing_log_option,
+        origin=trainer.progress.origin,
     )
     leave = False
     while not leave:
         callbacks.start_step(window, trainer.iteration + 1)
         samples, rates = trainer.reader.next_batch_size, trainer.schedule.rates(trainer.consumed_samples)
         metrics = take_step(trainer, graphs, callbacks, samples, rates)
-        window.add(metrics, samples)
+        window.add(metrics, samples, computed=not callbacks.passing_over)
         iteration, consumed_samples = trainer.iteration, trainer.consumed_samples
         captured = "none" if graphs is None else graphs.mode
         read = partial(
             window.read, iteration=iteration, consumed_samples=consumed_samples, rates=rates, captured=captured
         )
-        log.stepped(iteration, consumed_samples, partial(read, alone=True))  # read if the run fails early
+        failed_read = partial(read, alone=True) if window.computed else None  # if the run fails early
+        log.stepped(iteration, consumed_samples, failed_read)
         last = iteration == trainer.total_steps
         exits, logs = is_due(training.exit_interval, iteration), is_due(logging.log_interval, iteration)
         saves = checkpoint.save is not None and is_due(checkpoint.save_interval, iteration)
@@ -133,7 +135,7 @@ def take_steps(
         leave = bool(stop_code) or last or exits
         if leave:
             callbacks.call(Component.settle)
-        if leave or logs:
+        if (leave or logs) and window.computed:  # otherwise the next line has the steps
             record = read(samples_digest=f"{trainer.reader.samples_digest():016x}")
             for component in trainer.acting(Component.metrics):
                 record |= component.metrics()
@@ -158,9 +160,16 @@ def take_step(
 ) -> StepMetrics:
     """Take the next step, of ``samples`` samples, and count it; eagerly if a callback uses hooks of modules.
 
+    Nothing is computed if a component passes over it.
+
     Raises:
         NonFiniteError: with ``on_nonfinite`` stop.
     """
+    if callbacks.passing_over:
+        trainer.reader.pass_over()
+        trainer.progress.iteration += 1
+        trainer.progress.consumed_samples += samples
+        return StepMetrics.of_nothing(trainer.scaler.scale, (*trainer.auxiliary_losses, *trainer.loss_names))
     with trainer.timers("batch-generator"):
         batches = trainer.next_batches()
     if graphs is None or callbacks.observes_modules:
@@ -223,10 +232,11 @@ def finish_previous_start(
 
 
 def evaluations_due(trainer: Trainer) -> list[str]:
-    """Return the splits to evaluate after the current step and not evaluated yet; test splits only after the last."""
+    """Return the splits to evaluate after the current step and not evaluated yet; test splits only at the end."""
     iteration = trainer.iteration
     last = iteration == trainer.total_steps
-    due = {"valid": last or is_due(trainer.config.training.eval_interval, iteration), "test": last, "train": False}
+    ends = last and not trainer.progress.later[0]
+    due = {"valid": last or is_due(trainer.config.training.eval_interval, iteration), "test": ends, "train": False}
     evaluated = trainer.progress.evaluated
     return [split for split in trainer.data.used if due[split_kind(split)] and evaluated.get(split, 0) < iteration]
 
@@ -264,23 +274,29 @@ class CallbackList:
         """Give the components of a run its log. They may leave the run in a hook."""
         self._trainer = trainer
         self._step = 0  # the current one
+        self.passing_over = False  # a component passes over the current step
         for component in trainer.components:
             component.log = log
 
     @property
     def observes_modules(self) -> bool:
         """True if a callback of this step uses hooks of modules."""
-        return any(c.observes_modules and self._step % c.interval == 0 for c in self._trainer.components)
+        return any(c.observes_modules and self._acts(c) for c in self._trainer.components)
 
     @property
     def pausing(self) -> bool:
         """True if a callback pauses the clock at the end of this step, which waits for the device."""
         acting = self._trainer.acting(Component.on_step_end) + self._trainer.acting(Component.on_iteration_end)
-        return any(c.pauses and self._step % c.interval == 0 for c in acting)
+        return any(c.pauses and self._acts(c) for c in acting)
+
+    def _acts(self, component: Component) -> bool:
+        """Return True if the step hooks of a component are called in this step."""
+        return self._step % component.interval == 0 and not (self.passing_over and component.observes_modules)
 
     def start_step(self, window: MetricsWindow, step: int) -> None:
         """Call ``on_step_start`` of the components that act in step number ``step``; collective."""
         self._step = step
+        self.passing_over = any(c.passes_over(step) for c in self._trainer.acting(Component.passes_over))
         self.call_paused(Component.on_step_start, window)
 
     def call(self, hook: Hook[P], *arguments: P.args, **options: P.kwargs) -> None:
@@ -293,7 +309,7 @@ class CallbackList:
         Step hooks are called in the steps of their interval, and without a pause of components that exclude it.
         """
         name = hook.__name__
-        found = [c for c in self._trainer.acting(hook) if name not in STEP_HOOKS or self._step % c.interval == 0]
+        found = [c for c in self._trainer.acting(hook) if name not in STEP_HOOKS or self._acts(c)]
         for pauses, group in groupby(found, key=lambda component: component.pauses):
             if not pauses:
                 self._call(name, group, *arguments)

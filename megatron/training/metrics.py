@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from megatron.config.batch import final_consumed_samples, final_iteration
+from megatron.config.batch import WHOLE_RUN, Origin, final_consumed_samples, final_iteration
 from megatron.config.run import RunConfig
 from megatron.data.dataset import SPLIT_LABELS, split_kind, validation_set_name
 from megatron.distributed import comm
@@ -50,6 +50,7 @@ class Goodput:
         self.first_start = time.time() - elapsed  # seconds since 1970
         self.productive_seconds = 0.0
         self.starts = 1  # of the run, this one included
+        self.continues = False  # True in later phases of this start, whose checkpoints lag behind
 
     def run_seconds(self) -> float:
         """Return the seconds since the run's first start."""
@@ -66,6 +67,8 @@ class Goodput:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the run that saved ``state``, and count this start."""
+        if self.continues:
+            return
         self.first_start = float(state["first_start"])
         self.productive_seconds = float(state["productive_seconds"])
         self.starts = int(state["starts"]) + 1
@@ -145,6 +148,12 @@ class StepMetrics:
     # auxiliary losses and metrics of the objective, by name; the same names in every step
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def of_nothing(cls, loss_scale: Tensor, extra: Sequence[str]) -> Self:
+        """Return the results of a step that was not computed: its update is skipped, its metrics are NaN."""
+        nan, one = torch.full((), torch.nan, device=loss_scale.device), torch.ones((), device=loss_scale.device)
+        return cls(nan, nan, one, loss_scale.clone(), one, dict.fromkeys(extra, nan))
+
 
 class MetricsWindow:
     """Accumulates the metrics of the steps since the last log line.
@@ -162,6 +171,7 @@ class MetricsWindow:
         timers: Timers | None = None,
         goodput: Goodput | None = None,
         timing_option: str = "minmax",
+        origin: Origin = WHOLE_RUN,
     ) -> None:
         """Start an empty window. Collective over ``world``.
 
@@ -172,7 +182,9 @@ class MetricsWindow:
             timers: of this rank; None for no timers.
             goodput: accounts the time spent in steps; None for a new run.
             timing_option: ``--timing-log-option``: ``max``, ``minmax`` or ``all``.
+            origin: of the current phase of the run.
         """
+        self.origin = origin
         self.device = device
         self.seq_length = seq_length
         self.world = world or Group()
@@ -181,6 +193,8 @@ class MetricsWindow:
         self._timing_option = timing_option
         self._steps: list[Tensor] = []  # scalars of each
         self._samples: list[int] = []
+        self.computed = 0  # samples of the steps that were computed
+        self._last_computed = -1  # the last of these steps
         self._extra_names: tuple[str, ...] = ()
         self._barrier()
         self.world.meter.pop()  # discard waits and traffic from before the first step
@@ -188,12 +202,15 @@ class MetricsWindow:
         self.timers.watch.pop()
         self._window_start = self._last_goodput_time = time.perf_counter()
 
-    def add(self, step: StepMetrics, samples: int) -> None:
-        """Add a step of ``samples`` samples, without waiting for the device."""
+    def add(self, step: StepMetrics, samples: int, computed: bool = True) -> None:
+        """Add a step of ``samples`` samples, which was ``computed`` or not, without waiting for the device."""
         scalars = (step.loss, step.grad_norm, step.skipped, step.loss_scale, step.nonfinite, *step.extra.values())
         self._extra_names = tuple(step.extra)
         self._steps.append(torch.stack([x.detach().to(self.device, torch.float64) for x in scalars]))
         self._samples.append(samples)
+        if computed:
+            self.computed += samples
+            self._last_computed = len(self._steps) - 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -237,7 +254,7 @@ class MetricsWindow:
         losses, norms, skips, scales, nonfinite, *extra = torch.stack(self._steps, dim=1).tolist()
         now, steps = self._add_goodput(), len(self._steps)
         seconds = now - self._window_start
-        tokens_per_second = sum(self._samples) * self.seq_length / seconds
+        tokens_per_second = self.computed * self.seq_length / seconds
         skipped = [i for i, skip in enumerate(skips) if skip]
         mine = self._rank_stats(seconds / steps, captured)
         with self.world.meter.paused():
@@ -245,10 +262,10 @@ class MetricsWindow:
         metrics = {
             "iteration": iteration,
             "consumed-samples": consumed_samples,
-            "consumed-tokens": consumed_samples * self.seq_length,
+            "consumed-tokens": self.origin.tokens + (consumed_samples - self.origin.samples) * self.seq_length,
             "lm loss": _mean_of_finite(losses),
             **{name: _mean_of_finite(values) for name, values in zip(self._extra_names, extra)},
-            "grad-norm": norms[-1],
+            "grad-norm": norms[self._last_computed],
             "learning-rate": float(rates.lr),
             "decoupled-learning-rate": None if rates.decoupled_lr is None else float(rates.decoupled_lr),
             "weight-decay": rates.weight_decay,
@@ -268,6 +285,7 @@ class MetricsWindow:
             **(timer_metrics(ranks, self._timing_option) if self.timers.level else {}),
         }
         self._steps, self._samples, self._window_start = [], [], now
+        self.computed, self._last_computed = 0, -1
         return {name: value for name, value in metrics.items() if value is not None}
 
     def _rank_stats(self, seconds_per_step: float, captured: str) -> RankStats:
@@ -371,22 +389,35 @@ class ThroughputModel:
     """Converts tokens per second into FLOP/s, utilisation and remaining time."""
 
     total_iterations: int  # of the whole run
-    total_samples: int  # of the whole run
+    total_samples: int  # at the end of the phase
     seq_length: int  # tokens per sample
     world_size: int
     flops: FlopsPerToken
     peak_flops: float | None  # of one device in FLOP/s, if known
     on_gpu: bool
+    tokens_of_later_phases: int = 0
 
     @classmethod
     def from_config(
-        cls, config: RunConfig, world_size: int, device_name: str, iteration: int = 0, consumed_samples: int = 0
+        cls,
+        config: RunConfig,
+        world_size: int,
+        device_name: str,
+        iteration: int = 0,
+        consumed_samples: int = 0,
+        origin: Origin = WHOLE_RUN,
+        later: tuple[int, int] = (0, 0),
     ) -> ThroughputModel:
-        """Create the model of a run whose start begins after ``iteration`` steps and ``consumed_samples``."""
+        """Create the model of a run whose start begins after ``iteration`` steps and ``consumed_samples``.
+
+        ``later`` are the steps and tokens of the phases after the one that begins at ``origin``.
+        """
         data_parallel_size = world_size // config.parallel.model_ranks
+        end = config.training, data_parallel_size, *origin.local(iteration, consumed_samples)
         return cls(
-            total_iterations=final_iteration(config.training, data_parallel_size, iteration, consumed_samples),
-            total_samples=final_consumed_samples(config.training, data_parallel_size, iteration, consumed_samples),
+            total_iterations=origin.iteration + final_iteration(*end) + later[0],
+            total_samples=origin.samples + final_consumed_samples(*end),
+            tokens_of_later_phases=later[1],
             seq_length=config.training.seq_length,
             world_size=world_size,
             flops=FlopsPerToken.from_config(config),
@@ -409,6 +440,6 @@ class ThroughputModel:
             "throughput": tokens_per_second * self.flops.megatron / 1e12,
             **{name: None if peak is None else tokens_per_second * x / peak for name, x in counts.items()},
             TOTAL_ITERATIONS: self.total_iterations,
-            SECONDS_LEFT: samples_left * self.seq_length / metrics["tokens-per-second"],
+            SECONDS_LEFT: (samples_left * self.seq_length + self.tokens_of_later_phases) / metrics["tokens-per-second"],
             ON_GPU: self.on_gpu,
         }

@@ -16,12 +16,19 @@ from typing import Any, Self
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.checks.training import schedule_problems
-from megatron.arguments.compatibility import StoredLayout, compare_configs, resume_mode_fixes, stored_tensors_problem
+from megatron.arguments.compatibility import (
+    StoredLayout,
+    compare_configs,
+    readable_config,
+    resume_mode_fixes,
+    stored_tensors_problem,
+)
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, UnreachableError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder, is_local_checkpoint
 from megatron.checkpoint.format import Manifest, is_megatron_lm
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.publish import CHECKPOINT_NAME, is_complete, is_interrupted
+from megatron.config.batch import Origin, final_iteration
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
@@ -31,12 +38,22 @@ from megatron.config.schemes import MEGATRON_PREFIX
 from megatron.config.text import listed, shell_word
 from megatron.convert.sources import checkpoint_location
 from megatron.data.dataset import split_label
+from megatron.data.preview import data_fingerprints
 
 BATCH_OPTIONS = {"global_batch_size", "rampup_batch_size", "step_batch_size_schedule"}
 """Options that determine the number of samples per step."""
 
 Position = tuple[int, int]
 """Progress of a run: steps taken and samples consumed."""
+
+PHASE: Mapping[str, Any] = {
+    "iteration": int,
+    "consumed_samples": int,
+    "consumed_tokens": int,
+    "read": int,
+    "digest": str,
+    "sources": {str: int},
+}
 
 STATE: Mapping[Any, Any] = {
     "iteration": int,
@@ -45,6 +62,7 @@ STATE: Mapping[Any, Any] = {
     "losses": {str: float},
     "data": {"stretches": {str: [int]}, "fingerprints": {str: str}, "digest": str},
     "base": {"location": str, "digest": str},
+    "phase": PHASE,
     "written_by": {"layout": {str: int}},
 }
 """Types of what is read of a checkpoint's state before the components read theirs, see :func:`odd_values`."""
@@ -270,7 +288,7 @@ def stream_of(source: ResumeSource) -> int | None:
 
 def compare_with_checkpoint(
     manifest: Manifest, config: RunConfig, world_size: int, mode: str, notes: Sequence[str]
-) -> tuple[list[str], Position]:
+) -> tuple[list[str], Position, str]:
     """Compare a run with the checkpoint that it is about to start from.
 
     Args:
@@ -281,7 +299,8 @@ def compare_with_checkpoint(
         notes: why this checkpoint was chosen; part of an error.
 
     Returns:
-        Differences to be logged, and the position at which the current batch size options took effect.
+        Differences to be logged, the position at which the current batch size options took effect, and the mode: a
+        phase that has begun with these options is resumed exactly.
 
     Raises:
         UserError: if the changes do not allow starting from it.
@@ -297,11 +316,15 @@ def compare_with_checkpoint(
         sentence = f"{manifest.path} holds weights, but not the state of a run{f': {why}' if why else ''}"
         raise UserError([Problem("E814", sentence, (f"{folders}--resume-mode weights-only",))])
     batches_since = position_of(manifest, "batches_since")
+    phase, name = manifest.state.get("phase"), config.training.phase_name or ""
+    if mode == "new-phase" and own and phase and phase.get("name", "") == name:
+        changes = compare_configs(manifest.config, config, "exact", begin=batches_since, own=own)
+        mode = mode if changes.problems else "exact"
     changes = compare_configs(manifest.config, config, mode, begin=batches_since, own=own)
-    if mode == "weights-only":
+    if mode in ("new-phase", "weights-only"):
         batches_since = (0, 0)
     elif BATCH_OPTIONS & changes.changed:
-        batches_since = position_of(manifest)
+        batches_since = Origin.from_state(manifest.state).local(*position_of(manifest))
     dp = config.parallel.data_parallel_size(world_size)
     problems = [*changes.problems, *schedule_problems(config, dp, batches_since)]
     if problems:
@@ -311,7 +334,39 @@ def compare_with_checkpoint(
     before = saved_ranks(manifest)
     if before not in (0, world_size):
         lines.insert(0, f"ranks: checkpoint {before} -> now {world_size}")
-    return lines, batches_since
+    return lines, batches_since, mode
+
+
+def next_origin(manifest: Manifest, config: RunConfig, world_size: int) -> Origin:
+    """Return the origin of a phase that begins with a checkpoint.
+
+    The phase continues to read where the one before has stopped if its data are the same: files, sequence length, seed
+    and streams. Otherwise it reads its data from the beginning.
+
+    Raises:
+        DataError: if the data of the phase cannot be opened.
+    """
+    state, then = manifest.state, readable_config(manifest.config)
+    before, data = Origin.from_state(state), state["data"]
+    iteration, samples = position_of(manifest)
+    tokens = before.tokens_at(samples, then.training.seq_length)
+    fingerprint = data_fingerprints(config, world_size)["train"]
+    same = then.training.seed == config.training.seed and then.diloco.streams == config.diloco.streams
+    sources = data.get("sources", {})
+    if same and data["fingerprints"].get("train") == fingerprint:
+        read = before.read + samples - before.samples
+        return Origin(iteration, samples, tokens, read, before.digest, sources)
+    return Origin(iteration, samples, tokens, 0, int(data["digest"] or "0", 16), sources)
+
+
+def phase_note(origin: Origin, config: RunConfig, world_size: int) -> str:
+    """Return the log line on a phase that begins."""
+    steps = final_iteration(config.training, config.parallel.data_parallel_size(world_size))
+    data = f"its data continue after {origin.read:,} samples" if origin.read else "its data are read from the beginning"
+    return (
+        f"a new phase of {steps:,} steps begins after step {origin.iteration:,}, {origin.samples:,} samples, "
+        f"{origin.tokens:,} tokens: all lengths count from there, and moments and counters continue; {data}"
+    )
 
 
 def compare_data(
@@ -355,9 +410,10 @@ class StartPreview:
     """Notes and position of a start that has not been made."""
 
     notes: tuple[str, ...] = ()  # one line each
-    iteration: int = 0  # steps already taken
-    consumed_samples: int = 0
+    iteration: int = 0  # steps already taken in its phase
+    consumed_samples: int = 0  # in these steps
     data: Mapping[str, Any] | None = None  # those of the checkpoint that is resumed, for `compare_data`
+    segments: Mapping[str, Sequence[int]] | None = None  # in which that checkpoint laid out its data
     own: bool = False  # it is a checkpoint of this run
 
 
@@ -390,22 +446,32 @@ def saved_ranks(manifest: Manifest) -> int:
     return prod(layout.get(axis, 1) for axis in ("pp", "dp", "cp", "tp")) if layout else 0
 
 
-def preview_start(config: RunConfig, world_size: int) -> StartPreview:
-    """Return the notes and the position with which the run would start; ``config`` is resolved, vocabulary included.
+def preview_start(config: RunConfig, world_size: int, source: ResumeSource | None = None) -> StartPreview:
+    """Return the notes and the position with which the run would start.
+
+    Args:
+        config: resolved, vocabulary included.
+        world_size: number of ranks.
+        source: what it starts from, if it is known.
 
     Raises:
         UserError: if a required checkpoint is missing, or the run must not resume from it.
     """
-    source = find_resume_source(config.resume_options)
+    source = source or find_resume_source(config.resume_options)
     if source.weights is not None:
         return StartPreview((*source.notes, f"checkpoint: {source.weights}, its tensors not read"))
     if source.fresh:
         return StartPreview(source.notes)
     manifest = Manifest.open(source.paths[0])
-    changes, _ = compare_with_checkpoint(manifest, config, world_size, source.mode, source.notes)
+    changes, _, mode = compare_with_checkpoint(manifest, config, world_size, source.mode, source.notes)
     notes = (*source.notes, f"checkpoint: {manifest.path}, its tensors not read", *changes)
-    if source.mode == "weights-only":
+    if mode == "weights-only":
         return StartPreview(notes)
+    if mode == "new-phase":
+        origin = next_origin(manifest, config, world_size)
+        return StartPreview((*notes, phase_note(origin, config, world_size)))
     own = is_own_checkpoint(manifest.path, config.checkpoint)
     generated = config.data.mock_data and manifest.config["data"].get("mock_data")  # from options, which are compared
-    return StartPreview(notes, *position_of(manifest), None if generated else manifest.state["data"], own)
+    position = Origin.from_state(manifest.state).local(*position_of(manifest))
+    data = manifest.state["data"]
+    return StartPreview(notes, *position, None if generated else data, data["stretches"], own)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.arguments.checks.training import schedule_problems
-from megatron.config.batch import final_iteration, lr_scale, schedule_lengths
+from megatron.config.batch import Origin, final_iteration, lr_scale, schedule_lengths, schedule_start
 from megatron.config.errors import UserError
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
@@ -68,6 +68,7 @@ class Trainer:
         consumed_samples: int,
         segments: Mapping[str, Sequence[int]] | None = None,
         batches_since: tuple[int, int] = (0, 0),
+        origin: Origin | None = None,
     ) -> None:
         """Set the position of the run, and build its learning-rate schedule and data from there; collective.
 
@@ -75,19 +76,22 @@ class Trainer:
             iteration: steps taken.
             consumed_samples: samples used by them.
             segments: segments in which the data were laid out, by split; None for a new run.
-            batches_since: steps and samples at which the current batch size options took effect.
+            batches_since: steps and samples of the phase at which the current batch size options took effect.
+            origin: of the phase; None for the one in ``progress``.
 
         Raises:
             DataError: if the data cannot be opened, or are not the same on all ranks.
         """
         config, progress, dp = self.config, self.progress, self.mesh.dp_size
         progress.iteration, progress.consumed_samples = iteration, consumed_samples
-        progress.total_steps = final_iteration(config.training, dp, iteration, consumed_samples)
+        progress.origin = origin or progress.origin
+        progress.total_steps = progress.origin.iteration + final_iteration(config.training, dp, *progress.in_phase)
         progress.batches_since = batches_since
         if problems := [*schedule_problems(config, dp, batches_since)]:
             raise UserError(problems)
         lengths = schedule_lengths(config, dp, *batches_since)
-        self.schedule = LearningRateSchedule.from_config(config.optimizer, lengths, lr_scale(config, dp))
+        start = schedule_start(config, progress.origin)
+        self.schedule = LearningRateSchedule.from_config(config.optimizer, lengths, lr_scale(config, dp), start)
         with self.clock("data"):
             self.reader.open(segments)
 
@@ -152,7 +156,7 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run."""
+        """Steps taken at the end of the current phase, which is that of the run if it has no other."""
         return self.progress.total_steps
 
     @property

@@ -23,7 +23,6 @@ from megatron.config.plugins import load_plugins
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
-from megatron.data.dataset import Sample
 from megatron.data.later_tokens import columns_of_samples
 from megatron.data.loader import BatchArrays, MaskBuilder, rank_micro_batches
 from megatron.distributed.micro_batch import MicroBatch
@@ -87,18 +86,25 @@ STOCK = ComputeConfig()
 class PackedConversations(MaskBuilder):
     """Masks of samples that conversations share: documents of many lengths, answers in each, and padding at the end."""
 
+    reset_positions: bool = True
+    reset_attention: bool = True
     reset_pattern: bool = True
 
-    def build(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> BatchArrays:
+    def build(
+        self,
+        tokens: NDArray[np.int64],
+        labels: NDArray[np.int64],
+        loss_mask: NDArray[np.float32] | None = None,
+        documents: NDArray[np.int64] | None = None,
+    ) -> BatchArrays:
         """Derive the masks from the ids, so that they are the same wherever the sample is read."""
-        samples = []
-        for row, following in zip(tokens, labels):
+        loss_mask, documents = np.empty(tokens.shape, np.float32), np.empty(tokens.shape, np.int64)
+        for i, row in enumerate(tokens):
             random, length = np.random.RandomState(row.sum()), len(row)
             cuts = np.sort(random.choice(np.arange(1, length), random.randint(1, 6), replace=False))
-            documents = np.searchsorted(cuts, np.arange(length), side="right")
-            answers = (random.rand(length) < 0.5) & (documents < len(cuts))  # the last one is padding
-            samples.append(Sample(row, following, answers.astype(np.float32), documents))
-        return BatchArrays.of_samples(samples)
+            documents[i] = np.searchsorted(cuts, np.arange(length), side="right")
+            loss_mask[i] = (random.rand(length) < 0.5) & (documents[i] < len(cuts))  # the last one is padding
+        return super().build(tokens, labels, loss_mask, documents)
 
 
 OPTIMIZER = OptimizerConfig(adam_eps=1e-5)

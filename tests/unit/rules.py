@@ -65,7 +65,7 @@ STORAGE = {
 PICKLES = ("pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 """Packages whose files and messages run code when they are read."""
 
-PIPES = {"megatron.data.preprocess.encode": "pickle"}
+PIPES = {"megatron.data.preprocess.workers": "pickle"}
 """Modules that may use one of them, for pipes to child processes of their own."""
 
 OBJECT_COLLECTIVES = (

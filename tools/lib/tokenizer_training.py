@@ -24,8 +24,8 @@ from megatron.checkpoint.durable_files import durable_rename, sync_folder, write
 from megatron.config.text import counted, format_bytes
 from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import BadDocumentReport, TextDocument, read_documents
-from megatron.data.preprocess.encode import Report
 from megatron.data.preprocess.files import MAX_LINE_BYTES
+from megatron.data.preprocess.workers import Report
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
     NO_EXPORT_NOTE,

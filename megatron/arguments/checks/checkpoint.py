@@ -229,7 +229,7 @@ def check_resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
     checkpoint = config.checkpoint
     load, save, step = checkpoint.load, checkpoint.save, checkpoint.ckpt_step
     if load is not None and load.startswith(HUGGING_FACE_PREFIX):
-        if checkpoint.resume_mode == "new-schedule":
+        if checkpoint.resume_mode in ("new-schedule", "new-phase"):
             sentence = f"--load {load}: a Hugging Face model has only weights, no schedule to continue"
             yield Problem("E803", sentence, ("--resume-mode weights-only",))
         if step is not None:

@@ -34,7 +34,7 @@ from megatron.checkpoint.format import MEGATRON_LM_NEWEST, Manifest, split_box
 from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
-from megatron.config.batch import lr_scale, schedule_lengths
+from megatron.config.batch import Origin, lr_scale, schedule_lengths, schedule_start
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.convert import check_target, new_checkpoint
 from megatron.convert.megatron_lm.checkpoint import BLOCK_ELEMENTS, MOMENTS, view_parts
@@ -275,7 +275,8 @@ def _common_state(config: RunConfig, state: Mapping[str, Any], args: dict[str, A
         return common
     begin = state.get("batches_since", {})
     lengths = schedule_lengths(config, 1, begin.get("iteration", 0), begin.get("consumed_samples", 0))
-    schedule = LearningRateSchedule.from_config(config.optimizer, lengths, lr_scale(config, 1))
+    start = schedule_start(config, Origin.from_state(state))
+    schedule = LearningRateSchedule.from_config(config.optimizer, lengths, lr_scale(config, 1), start)
     consumed = state["consumed_samples"]
     rates, steps = schedule.rates(consumed), state["optimizer"]["steps"]
     options = config.optimizer
@@ -313,14 +314,14 @@ def _common_state(config: RunConfig, state: Mapping[str, Any], args: dict[str, A
     common["opt_param_scheduler"] = {
         "max_lr": schedule.peak,
         "lr_warmup_steps": int(schedule.warmup),
-        "num_steps": consumed,
+        "num_steps": round(consumed - start),
         "lr_decay_style": options.lr_decay_style,
         "lr_decay_steps": int(schedule.decay),
         "min_lr": schedule.floor,
         "start_wd": schedule.weight_decay_start,
         "end_wd": schedule.weight_decay_end,
         "wd_incr_style": schedule.weight_decay_style,
-        "wd_incr_steps": schedule.total,
+        "wd_incr_steps": int(schedule.total),
     }
     common["content_metadata"] = {
         "distrib_optim_sharding_type": "fully_reshardable",

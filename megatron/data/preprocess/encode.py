@@ -1,50 +1,45 @@
 """Encode text files into token files, in several processes.
 
-`BlockEncoder` turns a block of text into ids and statistics. `EncoderPool` runs one in each of several processes and
-yields the results in the order of the blocks. Every worker has its own pipe to this process: `ProcessPoolExecutor`
-shares one between all, and waits forever for the rest of a result if a worker is killed while sending it.
+`BlockEncoder` turns a block of text into ids and statistics. `EncoderPool` runs one in each of several processes.
 `write_dataset` chooses the engine, encodes all blocks, and gives the token files their final names only when all are
-complete. `run_in_subprocess` runs any function in a process that can be killed at any moment.
+complete.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import pickle
 import shlex
-import signal
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import islice
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from queue import SimpleQueue
 from random import Random
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from megatron.checkpoint.durable_files import checksum, publish_file
 from megatron.config.files import parse_json, read_small
 from megatron.config.text import counted
+from megatron.data.document_origins import make_runs
 from megatron.data.errors import DataError
 from megatron.data.indexed_writer import RESUME, IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
+from megatron.data.manifest import InputRecords
 from megatron.data.preprocess.corpus import (
     BLOCK_BYTES,
     BadDocument,
     BadDocumentReport,
     Block,
+    DroppedDocument,
     FileBlock,
     LineBlock,
     TextDocument,
@@ -54,8 +49,12 @@ from megatron.data.preprocess.corpus import (
     read_block,
     split_into_blocks,
 )
+from megatron.data.preprocess.drop_list import DROP_LIST, DropList, mark_dropped
 from megatron.data.preprocess.files import MAX_LINE_BYTES, is_table
-from megatron.data.progress import PreprocessProgress, PreprocessTotals, StageProgress
+from megatron.data.preprocess.shards import Shard
+from megatron.data.preprocess.transforms import FILTER, MAP, QUALITY, DocumentTransforms, Step
+from megatron.data.preprocess.workers import WorkerPool
+from megatron.data.progress import PreprocessProgress, PreprocessTotals
 from megatron.data.tokenizers.base import EncodedBatch, Tokenizer
 from megatron.data.tokenizers.engine import GIGATOKEN, OWN_LIBRARY, EncodeEngine, build_engine, choose_engine
 from megatron.data.tokenizers.huggingface import ByteTokenizer
@@ -67,7 +66,7 @@ from megatron.data.tokenizers.tokenizer import (
     build_tokenizer,
 )
 
-BLOCK_FORMAT = 2  # increased when the same files are cut into other blocks: the position of a run counts them
+BLOCK_FORMAT = 3  # increased when the same files are cut into other blocks, or the saved state changes
 SAVE_SECONDS = 10.0  # between savings of the state of a run
 MAX_DESCRIBED = 20  # bad documents of a block described; the others are only counted
 SPOT_CHECK_BYTES = 300  # bytes of a block that the tokenizer's own library encodes too
@@ -88,6 +87,12 @@ class PreprocessOptions:
     block_bytes: int = BLOCK_BYTES  # bytes of text that a worker encodes at once
     max_line_bytes: int = MAX_LINE_BYTES  # of a line or a plain file; a longer one is an invalid document
     overwrite: bool = False  # start over if an interrupted run had other settings, instead of failing
+    shard: Shard | None = None  # that the files are of
+    start: int = 0  # byte of the first file at which the shard begins
+    stop: int | None = None  # byte of the last file at which it ends; None for the end of the file
+    steps: Sequence[Step] = ()  # that change or drop documents, in this order
+    drop: Path | None = None  # folder of a `DropList`, whose documents are left out
+    names: Mapping[str, str] = field(default_factory=dict)  # what the origins call the copies of pipes, by their path
 
 
 class EncodedBlock(NamedTuple):
@@ -99,7 +104,10 @@ class EncodedBlock(NamedTuple):
     empty: int  # texts of all columns without ids
     text_bytes: int  # UTF-8 bytes of all texts
     bad: int  # documents not encoded
+    dropped: Mapping[str, int]  # documents that steps have dropped, by reason
     described: tuple[BadDocument, ...]  # the first `MAX_DESCRIBED` of them
+    origins: NDArray[Any]  # runs of the documents, with lines and files counted within the block
+    checksums: tuple[bytes, ...]  # of the lines, or of each plain file
     differs: BadDocument | None  # set if engine and tokenizer disagree
 
 
@@ -111,11 +119,14 @@ class BlockEncoder:
         self._tokenizer = tokenizer
         self._engine = engine
         self._dtype = id_dtype(tokenizer.vocab_size)
+        self._transforms = DocumentTransforms(plan.steps, plan.keys)
+        self._dropped: Counter[str] = Counter()  # of the current block
 
     def __call__(self, block: Block) -> EncodedBlock:
         """Return the ids of a block's documents."""
         block, lines = load_block(block)
         columns, places, bad = self._read(block)
+        checksums = _checksums(block, dict(zip((file for file, _ in places), columns[0])))
         try:
             encoded = [self._engine.encode_batch(texts) for texts in columns]
         except ValueError:
@@ -130,21 +141,30 @@ class BlockEncoder:
             empty=sum(int(np.count_nonzero(column.lengths == 0)) for column in encoded),
             text_bytes=sum(sum(map(len, texts)) for texts in columns),
             bad=len(bad),
+            dropped=dict(self._dropped),
             described=tuple(bad[:MAX_DESCRIBED]),
+            origins=_origins(block, places),
+            checksums=checksums,
             differs=self._spot_check(columns, places),
         )
 
     def _read(self, block: Block) -> tuple[list[list[bytes]], list[tuple[Path, int]], list[BadDocument]]:
         """Return for each key the texts in UTF-8, the file and line of each valid document, and the bad documents."""
         keys = self._plan.keys
-        if isinstance(block, LineBlock) and not block.damage and not is_table(block.file):
+        self._dropped.clear()
+        are_texts = not self._transforms and isinstance(block, LineBlock) and not (block.damage or block.dropped)
+        if are_texts and isinstance(block, LineBlock) and not is_table(block.file):
             columns = parse_valid_lines(block.read(), keys)
             if columns is not None:
                 return columns, [(block.file, number) for number in range(1, len(columns[0]) + 1)], []
         columns, places, bad = [[] for _ in keys], [], []
-        for document in read_block(block, keys, any_bytes=isinstance(self._tokenizer, ByteTokenizer)):
+        any_bytes = isinstance(self._tokenizer, ByteTokenizer)
+        for document in read_block(block, keys, any_bytes, self._transforms):
             if isinstance(document, BadDocument):
                 bad.append(document)
+                continue
+            if isinstance(document, DroppedDocument):
+                self._dropped[document.reason] += 1
                 continue
             places.append(document.place)
             for column, text in zip(columns, document.texts):
@@ -189,171 +209,47 @@ class BlockEncoder:
         return BadDocument(*places[index], seen, (f"--engine {OWN_LIBRARY}",))
 
 
-Argument = TypeVar("Argument")
-Result = TypeVar("Result")
-
-POLL_SECONDS = 0.2  # seconds between polls
-JOIN_SECONDS = 10.0  # seconds to wait for a process to end
-BLOCKS_PER_WORKER = 2  # blocks submitted per worker: one being encoded, one queued
-
-
-class Worker(NamedTuple):
-    """Process, and this process's end of the pipe to it."""
-
-    process: SpawnProcess
-    connection: Connection
+def _checksums(block: Block, texts: Mapping[Path, bytes]) -> tuple[bytes, ...]:
+    """Return the checksum of the lines or rows of a block, or that of the text of each plain file."""
+    if isinstance(block, LineBlock):
+        return (xxhash.xxh3_64_digest(block.read()),)
+    return tuple(xxhash.xxh3_64_digest(texts.get(file, b"")) for file in block.files)
 
 
-@contextmanager
-def _worker(target: Callable[..., None], *args: object) -> Iterator[Worker]:
-    """Run ``target(connection, *args)`` in a process that ends with this context, and with this process.
-
-    It ignores SIGINT and SIGTERM, which may be sent to all processes of a command: this process ends it.
-    """
-    spawn = multiprocessing.get_context("spawn")
-    connection, remote = spawn.Pipe()
-    process = spawn.Process(target=_run_worker, args=(target, remote, *args), daemon=True)
-    resource_tracker.ensure_running()  # now, because starting it later would unblock the signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        remote.close()  # only the child holds that end now, so its death ends the pipe
-        yield Worker(process, connection)
-    finally:
-        if process.pid is not None:
-            process.kill()
-            process.join()
-        connection.close()
+def _origins(block: Block, places: Sequence[tuple[Path, int]]) -> NDArray[Any]:
+    """Return the runs of origins of documents at these places of a block."""
+    lines = np.array([line for _, line in places], np.int64)
+    if isinstance(block, LineBlock):
+        return make_runs(lines)
+    numbers = {file: number for number, file in enumerate(block.files)}
+    return make_runs(lines, np.array([numbers[file] for file, _ in places], np.int32))
 
 
-def _run_worker(target: Callable[..., None], connection: Connection, *args: object) -> None:
-    parent = multiprocessing.parent_process()
-
-    def exit_with_parent() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # this process is not needed any more
-        try:
-            target(connection, *args)
-        except (DataError, OSError) as error:
-            connection.send(error)
-
-
-def _receive(worker: Worker, *fixes: str) -> Any:
-    """Return the next answer of a worker, or raise the exception it sent; ``fixes`` help if it was killed."""
-    process, connection = worker
-    try:
-        answer = connection.recv()
-    except (EOFError, OSError) as error:
-        process.join(JOIN_SECONDS)
-        status = process.exitcode
-        if status is None or status >= 0:
-            raise DataError(f"a worker process ended with status {status}; its output is above") from error
-        name = signal.Signals(-status).name
-        cause = "; it may have run out of memory" if -status == signal.SIGKILL else ""
-        raise DataError(f"a worker process was killed by {name}{cause}", *fixes, "more memory") from error
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-Report = Callable[[str, str], object]  # called with "stage" or "message", and the text to show
-
-
-def run_in_subprocess(
-    function: Callable[[Argument, Report], Result], plan: Argument, progress: StageProgress
-) -> Result:
-    """Return ``function(plan, report)``, called in another process, which ends with this call, however that ends."""
-    show = {"stage": progress.set_stage, "message": progress.message}
-    with _worker(_call_function, function, plan) as worker:
-        while True:
-            while not worker.connection.poll(POLL_SECONDS):
-                progress.tick()
-            kind, content = _receive(worker)
-            if kind == "returned":
-                result: Result = content
-                return result
-            show[kind](content)
-
-
-def _call_function(connection: Connection, function: Callable[[Argument, Report], Result], plan: Argument) -> None:
-    result = function(plan, lambda kind, text: connection.send((kind, text)))
-    connection.send(("returned", result))
-
-
-class EncoderPool:
+class EncoderPool(WorkerPool[tuple[str, Block], EncodedBlock]):
     """Pool of processes that encode blocks."""
 
     def __init__(self, plan: PreprocessOptions, fingerprint: str) -> None:
         """Start the processes and return while they initialize a tokenizer, which must have this fingerprint."""
         plan = replace(plan, files=(), tokenizer_options=plan.tokenizer_options.local())
-        with ExitStack() as stack:
-            starts = (_worker(_encode_blocks, plan, fingerprint) for _ in range(plan.workers))
-            self._workers = [stack.enter_context(worker) for worker in starts]
-            self.close = stack.pop_all().close
-        self._idle: SimpleQueue[Worker] = SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
+        super().__init__(plan.workers, _start_encoder, plan, fingerprint)
 
     def encoded(
         self, blocks: Iterable[Block], engine: str, check: Callable[[], None] = lambda: None
     ) -> Generator[tuple[Block, EncodedBlock]]:
-        """Yield each block with its encoding, in the order of the blocks. The pool cannot be used again.
-
-        Only `BLOCKS_PER_WORKER` blocks per worker are taken ahead, so that memory use is bounded. If the generator is
-        closed early, the workers end at once. ``check`` is called while waiting; its exceptions end the work.
-        """
-        pending: deque[tuple[Block, Future[EncodedBlock]]] = deque()
-
-        def oldest() -> tuple[Block, EncodedBlock]:
-            block, future = pending.popleft()
-            while not wait([future], POLL_SECONDS).done:
-                check()
-            return block, future.result()
-
-        with ThreadPoolExecutor(len(self._workers)) as threads:
-            try:
-                for block in blocks:
-                    if len(pending) == BLOCKS_PER_WORKER * len(self._workers):
-                        yield oldest()
-                    pending.append((block, threads.submit(self._encode, engine, block)))
-                while pending:
-                    yield oldest()
-            finally:
-                threads.shutdown(wait=False, cancel_futures=True)
-                for worker in self._workers:
-                    worker.process.kill()  # a block being encoded may take long
-
-    def _encode(self, engine: str, block: Block) -> EncodedBlock:
-        """Encode a block in an idle worker. There is one, because there are as many threads as workers."""
-        worker = self._idle.get()
-        try:
-            with suppress(OSError):  # of a worker that has ended; `_receive` raises the reason
-                worker.connection.send((engine, block))
-            answer: EncodedBlock = _receive(worker, "--workers 1")
-            return answer
-        finally:
-            self._idle.put(worker)
+        """Yield each block with its encoding by ``engine``, as `results` does."""
+        with closing(self.results(((engine, block) for block in blocks), check)) as results:
+            for (_, block), encoded in results:
+                yield block, encoded
 
 
-def _encode_blocks(connection: Connection, plan: PreprocessOptions, fingerprint: str) -> None:
-    """Run a worker, on one thread, since there are as many workers as there should be threads."""
+def _start_encoder(plan: PreprocessOptions, fingerprint: str) -> Callable[[tuple[str, Block]], EncodedBlock]:
+    """Return the function of a worker, on one thread: there are as many workers as there should be threads."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = build_tokenizer(plan.tokenizer_options)
     if tokenizer.fingerprint != fingerprint:
         raise DataError("the files of the tokenizer have changed", "rerun when no process is writing them")
-    encoder: BlockEncoder | None = None
-    while True:
-        engine, block = connection.recv()
-        encoder = encoder or BlockEncoder(plan, tokenizer, build_engine(tokenizer, engine))
-        answer = encoder(block)  # kept until the next one, so that malloc keeps its memory
-        connection.send_bytes(pickle.dumps(answer, protocol=5))  # copies the ids less often than `send`
+    encoder = cache(lambda engine: BlockEncoder(plan, tokenizer, build_engine(tokenizer, engine)))
+    return lambda request: encoder(request[0])(request[1])
 
 
 SAMPLE_BYTES = 1 << 20  # of texts, on which gigatoken is compared with the tokenizer's own library
@@ -370,11 +266,12 @@ class RunState:
     """Position of a run, saved beside its temporary files, from which the same command continues after any end."""
 
     settings: dict[str, str]  # everything the output depends on
-    written: list[tuple[int, int, int]]  # for each key, what `IndexedDatasetWriter` continues from
+    written: list[tuple[int, int, int, int]]  # for each key, what `IndexedDatasetWriter` continues from
     totals: PreprocessTotals
     bad: tuple[int, int, int] = (0, 0, 0)  # counts of `BadDocumentReport`
     files: int = 0  # read completely
     blocks: int = 0  # read of the next file
+    inputs: list[list[Any]] = field(default_factory=list)  # `InputRecords.records`
     complete: bool = False  # the token files are complete and get their final names
 
     @staticmethod
@@ -400,7 +297,12 @@ class RunState:
 
 
 def _settings(
-    plan: PreprocessOptions, tokenizer: Tokenizer, engine: EncodeEngine, stats: Sequence[os.stat_result]
+    plan: PreprocessOptions,
+    tokenizer: Tokenizer,
+    engine: EncodeEngine,
+    transforms: DocumentTransforms,
+    stats: Sequence[os.stat_result],
+    drop: DropList | None,
 ) -> dict[str, str]:
     """Return everything the output and its blocks depend on, by the flag that sets it."""
     files = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(plan.files, stats)]
@@ -411,8 +313,24 @@ def _settings(
         "--tokenizer-type or --tokenizer-model": checksum(TokenizerRecord.of(tokenizer).to_bytes()),
         "--append-eod": str(plan.append_eod),
         "--engine": engine.name,
+        "--shard": str(plan.shard),
+        ", ".join((MAP, FILTER, QUALITY)): json.dumps(transforms.describe()),
         "--max-line-bytes": str(plan.max_line_bytes),
+        "--drop": "" if drop is None else drop.digest,
         "versions of libraries": f"{libraries}, blocks {BLOCK_FORMAT} of {plan.block_bytes}",
+    }
+
+
+def _describe(
+    plan: PreprocessOptions, tokenizer: Tokenizer, engine: EncodeEngine, transforms: DocumentTransforms
+) -> dict[str, Any]:
+    """Return the fields of the manifest that are known before the input is read."""
+    return {
+        "tokenizer": {"type": TokenizerRecord.of(tokenizer).tokenizer_type, "fingerprint": tokenizer.fingerprint},
+        "options": {"append_eod": plan.append_eod, "json_keys": plan.keys, "max_line_bytes": plan.max_line_bytes},
+        "engine": engine.name,
+        "steps": transforms.describe(),
+        **({} if plan.shard is None else {"shard": plan.shard}),
     }
 
 
@@ -441,7 +359,7 @@ def _resume(plan: PreprocessOptions, settings: dict[str, str], message: Callable
     for key in sorted(keys):
         for left in remove_unfinished_files(output_prefix(plan.prefix, key)):
             message(f"removed {left}, left by a run that was killed")
-    return RunState(settings, [(0, 0, 0)] * len(plan.keys), PreprocessTotals())
+    return RunState(settings, [(0, 0, 0, 0)] * len(plan.keys), PreprocessTotals())
 
 
 def write_dataset(
@@ -462,35 +380,45 @@ def write_dataset(
         OSError: if a file cannot be read or written.
     """
     _check_keys(plan)
+    drop = None if plan.drop is None else DropList.open(plan.drop)
     before = [file.stat() for file in plan.files]
+    transforms = DocumentTransforms(plan.steps, plan.keys)
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         pool = stack.enter_context(closing(EncoderPool(plan, tokenizer.fingerprint))) if plan.workers > 1 else None
         is_compared = tokenizer.files and plan.engine != OWN_LIBRARY
-        sample = read_sample(plan.files, plan.keys, plan.max_line_bytes) if is_compared else []
+        sample = read_sample(plan.files, plan.keys, plan.max_line_bytes, transforms) if is_compared else []
         engine = choose_engine(tokenizer, sample, plan.engine)
         check()
         progress.message(f"engine: {engine.name} ({engine.reason})")
         extra_files = {f"{FILES_SUFFIX}/{name}": content for name, content in tokenizer.files.items()}
         extra_files[RECORD_SUFFIX] = TokenizerRecord.of(tokenizer).to_bytes()
         dtype = id_dtype(tokenizer.vocab_size)
-        state = _resume(plan, _settings(plan, tokenizer, engine, before), progress.message)
+        state = _resume(plan, _settings(plan, tokenizer, engine, transforms, before, drop), progress.message)
         totals = replace(state.totals, before=state.totals)
         report = BadDocumentReport(plan.skip_bad, progress.message, state.bad)
+        names = [plan.names.get(str(file), str(file)) for file in plan.files]
+        inputs, manifest = InputRecords(state.inputs), _describe(plan, tokenizer, engine, transforms)
         writers = [
-            stack.enter_context(IndexedDatasetWriter(output_prefix(plan.prefix, key), dtype, extra_files, written))
+            stack.enter_context(
+                IndexedDatasetWriter(output_prefix(plan.prefix, key), dtype, extra_files, written, names, manifest)
+            )
             for key, written in zip(plan.keys, state.written)
         ]
 
         def save() -> None:
             state.written = [writer.save() for writer in writers]
             state.totals, state.bad = replace(totals, before=None), report.counts
+            state.inputs = inputs.records
             publish_file(state_path, json.dumps(asdict(state)).encode())
 
         state_path = RunState.path(plan.prefix, plan.keys)
         next_save = time.monotonic() + SAVE_SECONDS
-        unread = split_into_blocks(plan.files[state.files :], plan.keys, plan.block_bytes, plan.max_line_bytes)
-        blocks = islice(unread, state.blocks, None)
+        files, start = plan.files[state.files :], 0 if state.files else plan.start
+        unread = split_into_blocks(
+            files, plan.keys, plan.block_bytes, plan.max_line_bytes, transforms, start, plan.stop
+        )
+        blocks = islice(unread if drop is None else mark_dropped(unread, drop), state.blocks, None)
         encode = BlockEncoder(plan, tokenizer, engine)
         here = ((block, encode(block)) for block in blocks)
         results = here if pool is None else pool.encoded(blocks, engine.name, check)
@@ -498,32 +426,50 @@ def write_dataset(
             check()
             if result.differs is not None:
                 raise result.differs.of(report.lines_before(block))
-            report.add(block, result.lines, result.documents + result.bad, result.described, result.bad)
+            for number, digest in enumerate(result.checksums, state.files):
+                stored = block.stored if isinstance(block, LineBlock) else before[number].st_size
+                inputs.add(number, stored, digest)
+            origins = result.origins
+            origins["file"] += state.files
+            if isinstance(block, LineBlock):
+                origins["row"] += report.lines_before(block)
+            found = result.documents + result.bad + sum(result.dropped.values()) + len(block.dropped)
+            report.add(block, result.lines, found, result.described, result.bad)
             for writer, column in zip(writers, result.columns):
+                writer.add_origins(origins)
                 writer.add_documents(*column)
             totals.stored_bytes += block.stored
             totals.documents += result.documents
             totals.empty += result.empty
             totals.text_bytes += result.text_bytes
             totals.bad = report.count
+            dropped = Counter(result.dropped) + Counter({DROP_LIST: len(block.dropped)})
+            totals.dropped = dict(sorted((Counter(totals.dropped) + dropped).items()))
             totals.tokens = sum(writer.num_tokens for writer in writers)
             state.add(block)
             progress.update(totals)
             if time.monotonic() >= next_save:
                 save()
                 next_save = time.monotonic() + SAVE_SECONDS
-        for file, old in zip(plan.files, before):
-            new = file.stat()
-            if (new.st_size, new.st_mtime_ns) != (old.st_size, old.st_mtime_ns):
-                raise DataError(f"{file} was changed while it was read", "rerun when no process is writing it")
-        if not totals.tokens:
-            seen = f"the documents of the input are all empty ({totals.documents:,})"
-            raise DataError(seen, "another --input")
+        _check_unchanged(plan.files, before)
+        if not totals.tokens and plan.shard is None:
+            lost = f"{totals.documents:,} are empty, {sum(totals.dropped.values()):,} were dropped"
+            raise DataError(f"no document of the input has text: {lost}", "another --input")
         state.complete = True
         save()
+        manifest["inputs"] = [*inputs.describe(names)]
+        manifest["dropped"] = dict(sorted((totals.dropped | ({"invalid": totals.bad} if totals.bad else {})).items()))
+        manifest["counts"] = {"text_bytes": totals.text_bytes}
         publish_all(writers)
         state_path.unlink()
     return totals, engine
+
+
+def _check_unchanged(files: Sequence[Path], before: Sequence[os.stat_result]) -> None:
+    for file, old in zip(files, before):
+        new = file.stat()
+        if (new.st_size, new.st_mtime_ns) != (old.st_size, old.st_mtime_ns):
+            raise DataError(f"{file} was changed while it was read", "rerun when no process is writing it")
 
 
 def _check_keys(plan: PreprocessOptions) -> None:
@@ -537,16 +483,21 @@ def _check_keys(plan: PreprocessOptions) -> None:
         check_single_key(file, plan.keys)
 
 
-def read_sample(files: Sequence[Path], keys: Sequence[str], max_line_bytes: int = MAX_LINE_BYTES) -> list[str]:
+def read_sample(
+    files: Sequence[Path],
+    keys: Sequence[str],
+    max_line_bytes: int = MAX_LINE_BYTES,
+    transforms: DocumentTransforms | None = None,
+) -> list[str]:
     """Return the first texts of the input, at most `SAMPLE_BYTES` of them, without invalid documents.
 
     They are searched for in the first `SAMPLE_SEARCH_BYTES`, so that an input without valid texts fails soon.
     """
     found: list[str] = []
     size = searched = 0
-    for block in split_into_blocks(files, keys, SAMPLE_BYTES, max_line_bytes):
-        for document in read_block(block, keys):
-            searched += document.num_bytes
+    for block in split_into_blocks(files, keys, SAMPLE_BYTES, max_line_bytes, transforms):
+        for document in read_block(block, keys, transforms=transforms):
+            searched += 0 if isinstance(document, DroppedDocument) else document.num_bytes
             for text in document.texts if isinstance(document, TextDocument) else ():
                 characters = text.decode() if isinstance(text, bytes) else text
                 found.append(characters[: SAMPLE_BYTES - size])

@@ -108,6 +108,15 @@ def test_every_value_is_read_back_from_its_flag() -> None:
             assert setting.convert(words if constant is None else constant) == value, flag
 
 
+WORDS = {
+    "step_batch_size_schedule": ("0:2", "1.5K:4"),
+    "skip_samples": ("0:2", "@a b"),
+    "skip_tokens": ("1.5K:4K",),
+    "skip_documents": ("a b:7", "web:1-3"),
+}
+"""Values of options whose words have a form."""
+
+
 def _some_value(setting: Setting, dice: random.Random) -> Any:
     def scalar() -> Any:
         if setting.option.choices:
@@ -130,8 +139,8 @@ def _some_value(setting: Setting, dice: random.Random) -> Any:
 
     if setting.name == "plugin_dataset" or (setting.optional and dice.random() < 0.3):
         return None
-    if setting.name == "step_batch_size_schedule":
-        return ("0:2", "1.5K:4")
+    if setting.name in WORDS:
+        return WORDS[setting.name]
     if setting.many:
         return tuple(scalar() for _ in range(setting.length or dice.randrange(4)))
     return scalar()

@@ -173,6 +173,7 @@ CHANGED = {
     "softmax_type": "off-by-one",
     "seq_length": "4",
     "rampup_batch_size": "2 2 8",
+    "schedule_tokens": "0 96 0 96",
     "step_batch_size_schedule": "0:2 16:4",
     "train_samples": "40 --set train_iters=null",
     "min_lr": "1e-3",
@@ -231,8 +232,11 @@ LEFT_OUT = {
     "they need a GPU": "cuda_graph reduced_precision_reduction",
     "they need files": """
         data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split mock_data
+        data_mixture data_mixture_stages
         chat_data_path valid_chat_data_path chat_template bad_samples num_epochs
         multiple_validation_sets validation_set_names
+        packing fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix
+        fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token fim_eod_token
         reset_position_ids reset_attention_mask reset_attention_pattern eod_mask_loss eod_id
         tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens""",
     "they need pairs or a teacher, as tests/parity/test_preference.py has": """

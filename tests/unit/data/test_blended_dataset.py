@@ -165,6 +165,10 @@ def test_it_is_its_segments_one_after_another(make: type[Dataset], counts: list[
     chain = ConcatDataset(segments)
     assert len(chain) == sum(map(len, segments))
     assert ids(chain) == [text for segment in segments for text in ids(segment)]
+    files = {str(each.prefix): each for each in FILES}
+    for i in range(len(chain)):
+        read = [files[source].get(number, offset, n) for source, number, offset, n in chain.spans(i)]
+        assert np.concatenate(read).tolist() == [*chain[i].tokens.tolist(), int(chain[i].labels[-1])]
     expected = np.concatenate([segment.sample_hashes(np.arange(len(segment))) for segment in segments])
     places = np.arange(len(chain))
     assert np.array_equal(chain.sample_hashes(places), expected)

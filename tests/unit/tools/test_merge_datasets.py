@@ -180,7 +180,7 @@ def test_an_output_that_would_be_an_input_is_refused(tmp_path: Path) -> None:
 def test_a_record_of_other_ids_goes_with_them(tmp_path: Path) -> None:
     with_record(tmp_path / "all", files=("tokenizer.json",))
     merge_datasets([MergeInput.of(str(write(tmp_path / "a", [[1]])))], str(tmp_path / "all"))
-    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx", "all.bin", "all.idx"]
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx", "all.bin", "all.idx", "all.manifest.json"]
 
 
 def test_a_disk_that_is_too_small_is_refused_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,20 +215,25 @@ def test_an_old_pair_stays_when_the_disk_refuses(tmp_path: Path) -> None:
 ROOT = Path(__file__).parents[3]
 
 
-def preprocessed(folder: Path, name: str, texts: list[str]) -> Path:
-    """Preprocess texts in a folder of their own, and return the prefix."""
-    corpus = folder / f"{name}.jsonl"
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+def corpus(folder: Path, name: str, texts: list[str]) -> Path:
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def preprocessed(folder: Path, name: str, *inputs: Path) -> Path:
+    """Preprocess files in a folder of their own, and return it."""
     flags = ["--tokenizer-type", "ByteTokenizer", "--append-eod", "--output-prefix", str(folder / name / name)]
     (folder / name).mkdir()
-    assert preprocess(["--input", str(corpus), *flags]) == 0
+    assert preprocess(["--input", *map(str, inputs), *flags]) == 0
     return folder / name
 
 
 def test_merged_data_match_one_preprocessing_of_all_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["first", "", "zwölf", "x" * 300, "last"]
-    inputs = [preprocessed(tmp_path, "a", texts[:2]), preprocessed(tmp_path, "b", texts[2:])]
-    whole = preprocessed(tmp_path, "whole", texts)
+    texts_of = [corpus(tmp_path, "a", texts[:2]), corpus(tmp_path, "b", texts[2:])]
+    inputs = [preprocessed(tmp_path, path.stem, path) for path in texts_of]
+    whole = preprocessed(tmp_path, "whole", *texts_of)
     capsys.readouterr()
     assert main(["--input", *map(str, inputs), "--output-prefix", str(tmp_path / "out" / "whole_text_document")]) == 0
     assert content(tmp_path / "out") == content(whole)
@@ -290,5 +295,6 @@ def test_killed_it_leaves_no_pair_and_can_be_run_again(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
         IndexedDataset(tmp_path / "all")
     assert main(flags) == 0
-    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx", "all.bin", "all.idx", "b.bin", "b.idx"]
+    written = {f"all.{suffix}" for suffix in ("bin", "idx", "manifest.json")}
+    assert {*os.listdir(tmp_path)} == {"a.bin", "a.idx", "b.bin", "b.idx"} | written
     assert pair(tmp_path / "all") == pair(write(tmp_path / "expected", [[1] * 1000] * 2))

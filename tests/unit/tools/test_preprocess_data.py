@@ -167,7 +167,7 @@ def test_existing_files_are_kept_without_overwrite(
     before = {p: p.read_bytes() for p in tmp_path.glob("out*")}
     assert run(tmp_path, "--input", str(corpus), "--json-keys", "text", "title") == 2
     printed = (
-        f"{tmp_path}/out_title_document.bin is there already, and 2 more\n  fix: --overwrite | another --output-prefix"
+        f"{tmp_path}/out_title_document.bin is there already, and 4 more\n  fix: --overwrite | another --output-prefix"
     )
     assert printed in capsys.readouterr().err
     (tmp_path / "bad.jsonl").write_text("{\n")
@@ -320,7 +320,7 @@ def test_after_a_kill_nothing_looks_complete_and_the_next_run_cleans_up(
     assert run(data, "--input", str(corpus)) == 0
     assert "left by a run that was killed" in capsys.readouterr().err
     assert {path.name for path in data.iterdir()} == {
-        f"out_text_document.{end}" for end in ("bin", "idx", "tokens.json")
+        f"out_text_document.{end}" for end in ("bin", "idx", "manifest.json", "origins", "tokens.json")
     }
 
 
@@ -372,7 +372,11 @@ def test_standard_input_is_read_and_continued(
         os.dup2(before, 0)
         os.close(before)
     results = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("file", "pipe")]
+    origins = [result.pop("out_text_document.origins") for result in results]
+    manifests = [json.loads(result.pop("out_text_document.manifest.json")) for result in results]
     assert results[0] == results[1]
+    assert origins[1] == origins[0].replace(str(tmp_path / "c.jsonl").encode(), b"-")
+    assert manifests[1]["inputs"] == [manifests[0]["inputs"][0] | {"file": "-"}]
 
 
 OFTEN_SAVED = """

@@ -16,14 +16,8 @@ import pytest
 
 from megatron.data.errors import DataError, StoppedError, stop_on_signals
 from megatron.data.preprocess.corpus import Block, LineBlock
-from megatron.data.preprocess.encode import (
-    BLOCKS_PER_WORKER,
-    EncodedBlock,
-    EncoderPool,
-    PreprocessOptions,
-    Report,
-    run_in_subprocess,
-)
+from megatron.data.preprocess.encode import EncodedBlock, EncoderPool, PreprocessOptions
+from megatron.data.preprocess.workers import REQUESTS_PER_WORKER, Report, run_in_subprocess
 from megatron.data.tokenizers.huggingface import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerOptions
 from tests.kit.processes import wait_until_gone
@@ -64,7 +58,7 @@ def test_order_and_back_pressure() -> None:
     with encoded(blocks()) as results:
         for number, (_, done) in enumerate(results):
             assert bytes(done.columns[0].ids[:8].astype("u1")) == b"%08d" % number
-            assert len(taken) - number <= BLOCKS_PER_WORKER * WORKERS + 1
+            assert len(taken) - number <= REQUESTS_PER_WORKER * WORKERS + 1
             for worker in workers() if number == 5 else ():
                 for signal_number in (signal.SIGINT, signal.SIGTERM):
                     os.kill(worker.pid or 0, signal_number)
