@@ -99,6 +99,10 @@ class Dataset(Protocol):
         found = (any(span.sequence in wanted.get(span.source, ()) for span in self.spans(i)) for i in range(len(self)))
         return np.flatnonzero(np.fromiter(found, dtype=np.bool_, count=len(self)))
 
+    def source_of(self, i: int) -> str | None:
+        """Return the source of sample ``i``, as `source_usage` names it; None for generated data."""
+        return next((span.source for span in self.spans(i)), None)
+
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read from each source; empty for generated data."""
 
