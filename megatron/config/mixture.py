@@ -135,10 +135,6 @@ class MixtureOptions:
     log_loss_per_source and cuda_graph=step
     E521 --log-loss-per-source observes the output layer, which --cuda-graph step replays
       fix: --cuda-graph optimizer | drop --log-loss-per-source
-
-    data_mixture and packing=best-fit
-    E520 --packing best-fit packs whole sources, but the stages of --data-mixture read a part of each
-      fix: --packing concat
     """
 
     @property
