@@ -22,7 +22,6 @@ from numpy.typing import DTypeLike, NDArray
 from megatron.config.batch import WHOLE_RUN, Origin, full_global_batch_size
 from megatron.config.data import DataConfig
 from megatron.config.data_paths import DEFAULT_SPLIT, SPLITS, SplitSource, chat_splits, data_sources
-from megatron.config.mixture import read_mixture
 from megatron.config.plugins import registered
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
@@ -164,7 +163,7 @@ def file_segment_builders(
     notes = []
     for split, needed in read.items():
         if split == "train" and data.data_mixture is not None:
-            mixture = read_mixture(data.data_mixture).select(data.data_mixture_stages)
+            mixture = data.mixture
             streams = document_streams(mixture, open_files, training.seed, cache)
             builders[split] = MixtureSegmentBuilder(mixture, streams, seq_length, origin, batch)
             continue

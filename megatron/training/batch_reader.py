@@ -245,6 +245,7 @@ class BatchReader(Component):
             "fingerprints": dict(self.source.fingerprints),
             "digest": f"{self.consumed_digest():016x}",
             "stream": list(self.source.stream),
+            "mixture": dict(self.source.mixture),
             "sources": self.source.tokens_of_sources(self._progress.place),
         }
 

@@ -24,6 +24,7 @@ from megatron.training.components.kept_casts import KeptCasts
 from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.components.optimizer_state import OptimizerState
 from megatron.training.components.passed_steps import PassedSteps
+from megatron.training.components.source_losses import SourceLosses
 from megatron.training.components.spikes import SpikeGuard
 from megatron.training.diloco.component import Diloco
 from megatron.training.diloco.outer_optimizer import PARAM
@@ -56,6 +57,7 @@ FEATURES: Sequence[Feature] = (
     HeadWeights,
     Diloco,
     ExpertReport,
+    SourceLosses,
 )
 """Features with state, or which act around a step, in the order in which they act."""
 
