@@ -23,7 +23,7 @@ from megatron.config.text import counted, echo
 from megatron.data.errors import DataError, ToolParser, disk_error
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspect import DatasetSummary, check_ids, sample_documents, summarize
-from megatron.data.manifest import Manifest
+from megatron.data.manifest import DatasetManifest
 from megatron.data.progress import ByteProgress
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.tokenizer import (
@@ -115,7 +115,7 @@ class Inspection(NamedTuple):
             "document_tokens": length_statistics(summary),
         }
         problem = None
-        if (manifest := Manifest.read(prefix)) is not None:
+        if (manifest := DatasetManifest.read(prefix)) is not None:
             facts["manifest"] = {"counts": manifest.counts, **manifest.facts}
             if args.verify:
                 with closing(ByteProgress(sys.stderr, sum(file.bytes for file in manifest.files.values()))) as meter:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -117,6 +117,14 @@ class Dataset(Protocol):
         return "\n".join(map(str, self.source_usage(tokens // self.seq_length)))
 
 
+class Piece(NamedTuple):
+    """Consecutive tokens of a document in a sample."""
+
+    sequence: int  # of the first token
+    offset: int  # tokens of the sequence before it
+    ids: NDArray[Any]  # ids [n]
+
+
 class SourceDataset(Dataset):
     """Samples of the sequences of one pair of token files, epoch after epoch."""
 
@@ -125,6 +133,18 @@ class SourceDataset(Dataset):
     tokens: int  # in one epoch
     epochs: int  # passes over the split
     largest_table: NDArray[Any]  # the largest table of the order
+    spare: int | None  # ids by which a piece may grow; None if samples are cut at their length
+
+    def __getitem__(self, i: int) -> Sample:
+        return self.assemble(self.pieces(i))
+
+    @abstractmethod
+    def pieces(self, i: int) -> list[Piece]:
+        """Return what sample ``i`` is made of, in order."""
+
+    @abstractmethod
+    def assemble(self, pieces: Sequence[Piece], pad: int | None = None) -> Sample:
+        """Make a sample of pieces, which may have changed their lengths if it is padded with id ``pad``."""
 
     @abstractmethod
     def epoch_of(self, i: int) -> int:

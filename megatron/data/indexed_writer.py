@@ -42,8 +42,8 @@ from megatron.data.manifest import (
     MANIFEST_SUFFIX,
     ORIGINS_SUFFIX,
     BlockChecksums,
+    DatasetManifest,
     FileChecksums,
-    Manifest,
     merge_fields,
 )
 from megatron.data.tokenizers.base import read_tokenizer_file
@@ -221,7 +221,10 @@ class IndexedDatasetWriter:
         self._origins.add(runs, self.num_documents)
 
     def add_pair(
-        self, data: IndexedDataset, report: Callable[[int], None] = lambda _: None, manifest: Manifest | None = None
+        self,
+        data: IndexedDataset,
+        report: Callable[[int], None] = lambda _: None,
+        manifest: DatasetManifest | None = None,
     ) -> None:
         """Append all documents of another pair of the same id type, copying its bytes.
 
@@ -291,7 +294,7 @@ class IndexedDatasetWriter:
         if self._manifest is not None:
             counts = {"documents": self.num_documents, "sequences": self._sequences, "tokens": self.num_tokens}
             facts = {name: value for name, value in self._manifest.items() if name != "counts"}
-            manifest = Manifest(files, self._fingerprint(), self._manifest.get("counts", {}) | counts, facts)
+            manifest = DatasetManifest(files, self._fingerprint(), self._manifest.get("counts", {}) | counts, facts)
             self._temporary(MANIFEST_SUFFIX).unlink(missing_ok=True)
             write_file(self._temporary(MANIFEST_SUFFIX), manifest.to_bytes())
 
@@ -553,7 +556,7 @@ def merge_datasets(parts: Sequence[MergeInput], output: str, report: Callable[[i
     for of_part in origins:
         for name in of_part.files if of_part else ():
             names.setdefault(name, len(names))
-    manifests = [Manifest.read(part.prefix) for part in parts]
+    manifests = [DatasetManifest.read(part.prefix) for part in parts]
     manifest = merge_fields(manifests)
     with IndexedDatasetWriter(output, parts[0].dtype, extra_files, None, list(names) or None, manifest) as writer:
         for part, of_part, checksums in zip(parts, origins, manifests):

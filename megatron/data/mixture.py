@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.batch import Origin
-from megatron.config.mixture import Mixture, Quota, Stage, StagePlan, plan_stages, split_samples
+from megatron.config.mixture import Mixture, MixtureStage, Quota, StagePlan, plan_stages, split_samples
 from megatron.data.dataset import Dataset, Sample, SourceUsage, Span, fingerprint, splitmix64
 from megatron.data.errors import DataError
 from megatron.data.index_cache import IndexCache, Tables
@@ -94,7 +94,7 @@ class DocumentStream:
         for epoch in epochs if held.any() else ():
             begin = epoch * self.tokens
             for place in range(0, self.documents, DOCUMENTS_AT_ONCE):
-                documents = self._order(epoch, range(place, place + DOCUMENTS_AT_ONCE))
+                documents = self.order(epoch, range(place, place + DOCUMENTS_AT_ONCE))
                 lengths = self._lengths(documents)
                 ends = begin + np.cumsum(lengths)
                 here = np.flatnonzero(held[documents] & (lengths > 0))
@@ -107,7 +107,7 @@ class DocumentStream:
         group = int(np.searchsorted(sums, place, side="right")) - 1
         skip = place - int(sums[group])
         while tokens > 0:
-            documents = self._order(epoch, range(group * DOCUMENTS_PER_SUM, (group + 1) * DOCUMENTS_PER_SUM))
+            documents = self.order(epoch, range(group * DOCUMENTS_PER_SUM, (group + 1) * DOCUMENTS_PER_SUM))
             for document, length in zip(documents.tolist(), self._lengths(documents).tolist()):
                 if length > skip:
                     here = min(length - skip, tokens)
@@ -132,7 +132,7 @@ class DocumentStream:
             skip = max(0, skip - length)
             sequence += 1
 
-    def _order(self, epoch: int, places: range) -> NDArray[np.int64]:
+    def order(self, epoch: int, places: range) -> NDArray[np.int64]:
         """Return the documents at consecutive places of an epoch."""
         numbers = np.arange(places.start, min(places.stop, self.documents))
         return permute(numbers, self.documents, hash_of(self.key, "documents", epoch))
@@ -162,7 +162,7 @@ class DocumentStream:
     def _build_token_sums(self, epoch: int) -> NDArray[np.int64]:
         counts = np.empty(-(-self.documents // DOCUMENTS_PER_SUM), dtype=np.int64)
         for first in range(0, self.documents, DOCUMENTS_AT_ONCE):
-            lengths = self._lengths(self._order(epoch, range(first, first + DOCUMENTS_AT_ONCE)))
+            lengths = self._lengths(self.order(epoch, range(first, first + DOCUMENTS_AT_ONCE)))
             sums = np.add.reduceat(lengths, np.arange(0, len(lengths), DOCUMENTS_PER_SUM))
             counts[first // DOCUMENTS_PER_SUM :][: len(sums)] = sums
         return np.cumsum(counts) - counts
@@ -314,7 +314,7 @@ class MixtureSegmentBuilder:
         if before and isinstance(before[-1], MixtureDataset):
             last = before[-1].plans[-1]
             shares = {name: Quota("share", Fraction(count)) for name, count in zip(once, last.counts) if count}
-            stage = Stage(last.stage.name, shares)
+            stage = MixtureStage(last.stage.name, shares)
             plans = [StagePlan(stage, length, split_samples(stage, num_samples, length, once), last.ends)]
         else:
             tokens, slack = num_samples * length, self.batch * length
