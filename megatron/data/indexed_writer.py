@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron.checkpoint.durable_files import LockState, durable_rename, sync_file, sync_folder, try_lock, write_file
 from megatron.config.files import read_small
+from megatron.config.text import listed
 from megatron.data.document_origins import RUN, UNKNOWN_FILE, DocumentOrigins, OriginsWriter
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import (
@@ -528,6 +529,26 @@ def check_output(inputs: Sequence[str], parts: Sequence[MergeInput], output: str
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DataError(f"{needed:,} bytes are needed in {folder}, which has {free:,} free", "another --output-prefix")
+
+
+def in_shard_order(parts: Sequence[MergeInput]) -> tuple[list[MergeInput], str | None]:
+    """Return the parts in the order of their shards if all are shards of one corpus, and a note if some are missing.
+
+    Raises:
+        DataError: when a shard is there twice.
+    """
+    manifests = [DatasetManifest.read(part.prefix) for part in parts]
+    shards = [manifest.facts.get("shard") if manifest else None for manifest in manifests]
+    known = [(number, of) for number, of in filter(None, shards)]
+    if len(known) < len(parts) or len({of for _, of in known}) > 1:
+        return list(parts), None
+    by_number: dict[int, MergeInput] = {}
+    for (number, of), part in zip(known, parts):
+        if (other := by_number.setdefault(number, part)) is not part:
+            raise DataError(f"{other.prefix} and {part.prefix} are both shard {number}/{of}", f"rm {part.prefix}.*")
+    missing = sorted({*range(known[0][1])} - {*by_number})
+    note = f"of {known[0][1]} shards, these are not there: {listed(missing, 8)}" if missing else None
+    return [by_number[number] for number in sorted(by_number)], note
 
 
 def merge_datasets(parts: Sequence[MergeInput], output: str, report: Callable[[int], None] = lambda _: None) -> None:

@@ -213,6 +213,8 @@ class LineBlock(NamedTuple):
     last: bool  # whether the file ends with them
     # why the line, or after the last block the rest of the file, cannot be read, and fixes; empty if it can
     damage: tuple[str, ...] = ()
+    part: bool = False  # whether only a part of the file is read
+    rows_before: int = 0  # rows of the file before that part
     dropped: frozenset[int] = frozenset()  # lines or rows to leave out, from 1 on
 
     def read(self) -> bytes:
@@ -245,49 +247,104 @@ def split_into_blocks(
     block_bytes: int = BLOCK_BYTES,
     max_line_bytes: int = MAX_LINE_BYTES,
     transforms: DocumentTransforms | None = None,
+    start: int = 0,
+    stop: int | None = None,
 ) -> Iterator[Block]:
     """Yield blocks of about ``block_bytes`` of text in the order of the files; a longer line makes a larger block.
 
     Of tables only the columns ``keys`` are read, and those that ``transforms`` read. Lines, rows and plain files over
-    ``max_line_bytes`` are invalid.
+    ``max_line_bytes`` are invalid. Of the first file, what begins before byte ``start`` is left out, and of the last
+    one what begins at or after byte ``stop`` (see `Shard`).
     """
     plain: list[Path] = []
     size = 0
-    for file in files:
+    for number, file in enumerate(files):
         if is_plain(file):
             plain.append(file)
             size += file.stat().st_size
         if plain and (size >= block_bytes or not is_plain(file)):
             yield FileBlock(tuple(plain), size, max_line_bytes)
             plain, size = [], 0
+        if is_plain(file):
+            continue
+        part = start if number == 0 else 0, stop if number == len(files) - 1 else None
         if is_table(file):
             rows = read_batches(file, keys, min(block_bytes, max_line_bytes), max_line_bytes)
             if transforms and transforms.takes_records:
                 rows = read_rows(file, transforms.columns, min(block_bytes, max_line_bytes), max_line_bytes)
-            yield from _cut_table(file, rows, max_line_bytes)
-        elif not is_plain(file):
-            yield from split_lines_file(file, block_bytes, max_line_bytes)
+            yield from _take_part(_cut_table(file, rows, max_line_bytes), *part)
+        else:
+            yield from split_lines_file(file, block_bytes, max_line_bytes, *part)
     if plain:
         yield FileBlock(tuple(plain), size, max_line_bytes)
 
 
 def split_lines_file(
-    file: Path, block_bytes: int = BLOCK_BYTES, max_line_bytes: int = MAX_LINE_BYTES
+    file: Path,
+    block_bytes: int = BLOCK_BYTES,
+    max_line_bytes: int = MAX_LINE_BYTES,
+    start: int = 0,
+    stop: int | None = None,
 ) -> Iterator[LineBlock]:
     """Yield the blocks of one JSON-lines file, at least one. Memory use is bounded however long a line is.
+
+    Args:
+        file: to read.
+        block_bytes: size of a block.
+        max_line_bytes: limit of a line.
+        start: byte of the file before which lines are left out; of a stream, blocks.
+        stop: byte from which on they are; None for the end.
 
     A file that is a JSON array, or objects over several lines, has a line for each value.
     """
     head_bytes = min(block_bytes, max_line_bytes) - 1  # before the end of the last line: only that line can be too long
     if (has_values := holds_values(file)) or compression_suffix(file):
-        return _cut_stream(file, has_values, head_bytes, max_line_bytes)
-    return _cut_stored(file, head_bytes, max_line_bytes)
+        return _take_part(_cut_stream(file, has_values, head_bytes, max_line_bytes), start, stop)
+    return _cut_stored(file, head_bytes, max_line_bytes, start, stop)
 
 
-def _cut_stored(file: Path, head_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
+def _take_part(blocks: Iterator[LineBlock], start: int, stop: int | None) -> Iterator[LineBlock]:
+    """Yield the blocks of a file that begin in a part of it; a block without content if there are none."""
+    if (start, stop) == (0, None):
+        yield from blocks
+        return
+    place = rows = 0
+    first, ended = True, False
+    for block in blocks:
+        if stop is not None and place >= stop:
+            break
+        if place >= start:
+            yield block._replace(first=first, part=True, rows_before=rows)
+            first, ended = False, block.last
+        else:
+            rows += load_block(block)[1]
+        place += block.stored
+        file = block.file
+    if not ended:
+        yield LineBlock(file, b"", 0, first, True, (), True, rows)
+
+
+def _line_start(stream: IO[bytes], place: int) -> int:
+    """Return the place of the first line of a file that begins at or after ``place``."""
+    if place:
+        stream.seek(place - 1)
+        _skip_line(stream)
+    return stream.tell() if place else 0
+
+
+def _count_lines(stream: IO[bytes], end: int) -> int:
+    """Return the number of lines before byte ``end`` of a file."""
+    stream.seek(0)
+    return sum(stream.read(min(BLOCK_BYTES, end - at)).count(b"\n") for at in range(0, end, BLOCK_BYTES))
+
+
+def _cut_stored(file: Path, head_bytes: int, max_line_bytes: int, start: int, stop: int | None) -> Iterator[LineBlock]:
     """Cut a file that is read as it is: only ends of lines are read here, the rest by workers at the same time."""
-    size, start = file.stat().st_size, 0
     with open(file, "rb") as stream:
+        begin = start = _line_start(stream, start)
+        size = file.stat().st_size if stop is None else _line_start(stream, stop)
+        rows = _count_lines(stream, begin)
+        is_part = begin > 0 or stop is not None
         while True:
             stream.seek(start + head_bytes)
             part = _skip_line(stream, max_line_bytes)
@@ -298,12 +355,14 @@ def _cut_stored(file: Path, head_bytes: int, max_line_bytes: int) -> Iterator[Li
                 good = line if end - line - part.endswith(b"\n") > max_line_bytes else end
                 stream.seek(end)
             if good > start or end == start:
-                yield LineBlock(file, range(start, good), good - start, start == 0, last=good == size)
+                lines = range(start, good)
+                yield LineBlock(file, lines, good - start, start == begin, good == size, (), is_part, rows)
             if good < end:
                 if not part.endswith(b"\n"):
                     _skip_line(stream)
                 start = stream.tell()
-                yield LineBlock(file, b"", start - good, good == 0, last=False, damage=_too_long(max_line_bytes))
+                why = _too_long(max_line_bytes)
+                yield LineBlock(file, b"", start - good, good == begin, False, why, is_part, rows)
             elif end == size:
                 return
             else:
@@ -399,7 +458,7 @@ class BadDocumentReport:
 
     def lines_before(self, block: Block) -> int:
         """Return the number of lines of the file before the next block."""
-        return 0 if isinstance(block, LineBlock) and block.first else self._lines
+        return block.rows_before if isinstance(block, LineBlock) and block.first else self._lines
 
     def add(self, block: Block, lines: int, documents: int, bad: Sequence[BadDocument], num_bad: int) -> None:
         """Add a block with its numbers of lines, documents and bad documents, of which ``bad`` are the first ones."""
@@ -411,7 +470,7 @@ class BadDocumentReport:
         self.count += num_bad - len(bad)
         self._lines += lines
         self._documents += documents
-        if isinstance(block, LineBlock) and block.last and not self._documents:
+        if isinstance(block, LineBlock) and block.last and not block.part and not self._documents:
             fixes = ("remove this file", f"--exclude {shlex.quote(block.file.name)}", SKIP_BAD_FLAG)
             self._add_error(DataError(f"{block.file} has no documents", *fixes))
 

@@ -51,6 +51,7 @@ from megatron.data.preprocess.corpus import (
 )
 from megatron.data.preprocess.drop_list import DROP_LIST, DropList, mark_dropped
 from megatron.data.preprocess.files import MAX_LINE_BYTES, is_table
+from megatron.data.preprocess.shards import Shard
 from megatron.data.preprocess.transforms import FILTER, MAP, QUALITY, DocumentTransforms, Step
 from megatron.data.preprocess.workers import WorkerPool
 from megatron.data.progress import PreprocessProgress, PreprocessTotals
@@ -86,6 +87,9 @@ class PreprocessOptions:
     block_bytes: int = BLOCK_BYTES  # bytes of text that a worker encodes at once
     max_line_bytes: int = MAX_LINE_BYTES  # of a line or a plain file; a longer one is an invalid document
     overwrite: bool = False  # start over if an interrupted run had other settings, instead of failing
+    shard: Shard | None = None  # that the files are of
+    start: int = 0  # byte of the first file at which the shard begins
+    stop: int | None = None  # byte of the last file at which it ends; None for the end of the file
     steps: Sequence[Step] = ()  # that change or drop documents, in this order
     drop: Path | None = None  # folder of a `DropList`, whose documents are left out
     names: Mapping[str, str] = field(default_factory=dict)  # what the origins call the copies of pipes, by their path
@@ -309,6 +313,7 @@ def _settings(
         "--tokenizer-type or --tokenizer-model": checksum(TokenizerRecord.of(tokenizer).to_bytes()),
         "--append-eod": str(plan.append_eod),
         "--engine": engine.name,
+        "--shard": str(plan.shard),
         ", ".join((MAP, FILTER, QUALITY)): json.dumps(transforms.describe()),
         "--max-line-bytes": str(plan.max_line_bytes),
         "--drop": "" if drop is None else drop.digest,
@@ -325,6 +330,7 @@ def _describe(
         "options": {"append_eod": plan.append_eod, "json_keys": plan.keys, "max_line_bytes": plan.max_line_bytes},
         "engine": engine.name,
         "steps": transforms.describe(),
+        **({} if plan.shard is None else {"shard": plan.shard}),
     }
 
 
@@ -408,8 +414,10 @@ def write_dataset(
 
         state_path = RunState.path(plan.prefix, plan.keys)
         next_save = time.monotonic() + SAVE_SECONDS
-        files = plan.files[state.files :]
-        unread = split_into_blocks(files, plan.keys, plan.block_bytes, plan.max_line_bytes, transforms)
+        files, start = plan.files[state.files :], 0 if state.files else plan.start
+        unread = split_into_blocks(
+            files, plan.keys, plan.block_bytes, plan.max_line_bytes, transforms, start, plan.stop
+        )
         blocks = islice(unread if drop is None else mark_dropped(unread, drop), state.blocks, None)
         encode = BlockEncoder(plan, tokenizer, engine)
         here = ((block, encode(block)) for block in blocks)
@@ -444,13 +452,13 @@ def write_dataset(
                 save()
                 next_save = time.monotonic() + SAVE_SECONDS
         _check_unchanged(plan.files, before)
-        if not totals.tokens:
+        if not totals.tokens and plan.shard is None:
             lost = f"{totals.documents:,} are empty, {sum(totals.dropped.values()):,} were dropped"
             raise DataError(f"no document of the input has text: {lost}", "another --input")
         state.complete = True
         save()
         manifest["inputs"] = [*inputs.describe(names)]
-        manifest["dropped"] = ({"invalid": totals.bad} if totals.bad else {}) | totals.dropped
+        manifest["dropped"] = dict(sorted((totals.dropped | ({"invalid": totals.bad} if totals.bad else {})).items()))
         manifest["counts"] = {"text_bytes": totals.text_bytes}
         publish_all(writers)
         state_path.unlink()
