@@ -49,8 +49,7 @@ def build_parser() -> ToolParser:
     parser = ToolParser(
         "inspect_dataset.py",
         description="Describe pairs of .bin and .idx. Every pointer in an .idx is always checked.",
-        epilog="Exit status: 1 if one of the pairs is invalid, 2 for wrong flags. "
-        "The samples of steps of a run: inspect_dataset.py --run RUN_DIR --help.",
+        epilog="Exit status: 1 if one of the pairs is invalid, 2 for wrong flags.",
     )
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="pairs without .bin/.idx")
     parser.add_argument(
@@ -208,12 +207,15 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status: 1 if one of them is invalid, 2 for wrong flags.
     """
-    own = argv[: argv.index("--")] if "--" in argv else argv
-    if "--" in argv or any(word.split("=")[0] in RUN_FLAGS for word in own):
+    own, parser = argv[: argv.index("--")] if "--" in argv else argv, build_parser()
+    of_run, of_help = any(word.split("=")[0] in RUN_FLAGS for word in own), not {"-h", "--help"}.isdisjoint(own)
+    if "--" in argv or of_run or of_help:
         from tools.lib import inspect_run
 
+        if of_help:
+            echo(parser.format_help(), inspect_run.build_parser().format_help(), sep="\n\n")
+            return 0
         return inspect_run.main(argv)
-    parser = build_parser()
     args = parser.parse(argv)
     try:
         check_flags(args)
