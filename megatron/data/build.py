@@ -62,6 +62,7 @@ from megatron.data.index_cache import IndexCache, Tables
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.mixture import MixtureSegmentBuilder, check_token_sums, document_streams
 from megatron.data.packed_dataset import PackedDataset
+from megatron.data.prefixes import use_data_store
 from megatron.data.skipped_dataset import SampleSkips, SkippedDataset
 
 OVERSAMPLING = 0.005
@@ -156,6 +157,7 @@ def file_segment_builders(
     seq_length = training.seq_length
     sources = resolve_sources(data, read)
     fim = FillInMiddle.of(data, find_tokenizer(data, vocab_size)) if data.fim_data else None
+    use_data_store(data, (prefix for source in sources.values() for prefix in source.blend.prefixes))
     builders: dict[str, FileSegmentBuilder | MixtureSegmentBuilder] = {}
     notes = []
     for split, needed in read.items():

@@ -16,6 +16,7 @@ from megatron.config.data_paths import data_sources
 from megatron.config.files import SMALL_FILE_BYTES
 from megatron.config.schemes import HUGGING_FACE_PREFIX
 from megatron.data.errors import DataError
+from megatron.data.prefixes import local_prefix, use_data_store
 from megatron.data.tokenizers.base import Tokenizer, read_tokenizer_file
 from megatron.data.tokenizers.huggingface import CHAT_TEMPLATE, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, find_special_token
 from megatron.data.tokenizers.tokenizer import (
@@ -122,7 +123,7 @@ def find_tokenizer_info(data: DataConfig, vocab_size: int | None) -> TokenizerRe
             " ".join(f"--set data.{name}=null" for name in given),
             "write the dataset again with tools/preprocess_data.py",
         )
-    folder = Path(f"{prefix}.{FILES_SUFFIX}")
+    folder = Path(f"{local_prefix(prefix)}.{FILES_SUFFIX}")
     paths = [folder / name for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)]  # they assign roles to special tokens
     return _without_shared_pad(record, {path.name: read_tokenizer_file(path) for path in paths if path.is_file()})
 
@@ -180,6 +181,7 @@ def _records(data: DataConfig) -> dict[str, TokenizerRecord | None]:
     """Read the record beside each dataset, which must have the tokenizer type of the flags if they name only a type."""
     named = None if _tokenizer_files(data) else data.tokenizer_type
     prefixes = dict.fromkeys(prefix for source in data_sources(data).values() for prefix in source.blend.prefixes)
+    use_data_store(data, prefixes)
     return {prefix: read_tokenizer_record(prefix, named) for prefix in prefixes}
 
 

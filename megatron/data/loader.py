@@ -370,6 +370,8 @@ class DataSource:
             sample = dataset[i]
             if len(sample.tokens) != self.seq_length:
                 raise IndexError(f"it has {len(sample.tokens):,} tokens instead of {self.seq_length:,}")
+        except DataError:  # of an object store
+            raise
         except (IndexError, ValueError) as error:
             seen = f"{split_label(split)} sample {i} cannot be read: {error}; its index table is not that of the data"
             raise DataError(seen, "--data-cache-path ANOTHER") from error

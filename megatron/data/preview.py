@@ -12,6 +12,7 @@ from megatron.config.data_paths import SPLITS, Blend, SplitSource, data_sources,
 from megatron.config.run import RunConfig
 from megatron.config.text import listed
 from megatron.data.best_fit_dataset import pack_files
+from megatron.data.blend_usage import blend_usage, usage_table, whole_run
 from megatron.data.build import file_segment_builders, resolve_sources
 from megatron.data.dataset import split_heading, split_kind
 from megatron.data.dataset_info import find_tokenizer_info
@@ -66,7 +67,13 @@ def preview_data(
     packed = None if config.data.packing == "concat" else (length, SPARE_IDS * config.data.fim_data)
     read = split_sample_counts(config.data, config.training, dp, begin, streams=streams)
     sources = data_sources(config.data)
-    rows = list(_rows(sources, tokens, packed))
+    mixture = [] if config.data.data_mixture is None else blend_usage(config, world_size, resumes=iteration > 0)
+    if mixture:
+        table = usage_table(mixture, MAX_DATASETS_SHOWN)
+        rows = [f"{'train' if line is table[0] else '':<11}{line}" for line in table]
+        rows += _rows({name: source for name, source in sources.items() if name != "train"}, tokens, packed)
+    else:
+        rows = list(_rows(sources, tokens, packed))
     prefix = config.model.attention_prefix
     if prefix or any(getattr(config.data, flag) for flag in DOCUMENT_BOUNDARY_OPTIONS):
         known = find_tokenizer_info(config.data, config.model.vocab)
@@ -75,7 +82,6 @@ def preview_data(
     skips = SampleSkips(
         config.data, config.training.seq_length, (segments or {}).get(SKIPPED, ()), streams * consumed_samples
     )
-    skips.check_sources(sources["train"].blend.prefixes)
     notes = skips.notes(tokens // config.training.seq_length)
     needed = {split: source for split, source in resolve_sources(config.data, read).items() if split in read}
     prefixes = dict.fromkeys(prefix for source in needed.values() for prefix in source.blend.prefixes)
@@ -84,10 +90,14 @@ def preview_data(
         _fewest_sequences(split, source, sequences) < FEW_SEQUENCES for split, source in needed.items()
     ):
         notes += file_segment_builders(config.data, read, config.training, config.model.vocab, None)[1]
-    train = sources["train"]
-    part = 1.0 if train.split is None else split_shares(train.split)[0]
-    most_read = max(_dataset_use(train.blend, tokens, part, packed), key=lambda use: use.epochs)
-    note = note_many_epochs(most_read.prefix, most_read.epochs)
+    if mixture:
+        most_used = max(whole_run(mixture), key=lambda use: use.epochs_at_end)
+        note = note_many_epochs(most_used.name, most_used.epochs_at_end)
+    else:
+        train = sources["train"]
+        part = 1.0 if train.split is None else split_shares(train.split)[0]
+        most_read = max(_dataset_use(train.blend, tokens, part, packed), key=lambda use: use.epochs)
+        note = note_many_epochs(most_read.prefix, most_read.epochs)
     if note is not None:
         notes.append(note)
     return rows + [f"{'note':<11}{note}" for note in notes]
