@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron.config.data_store import TOKEN_FILES, DataStoreOptions
+from megatron.config.fim import FimOptions
 from megatron.config.mixture import MixtureOptions
 from megatron.config.option import MegatronOption, Need, Run, WithPluginOptions, option
 from megatron.config.skipping import SkippingOptions
@@ -37,7 +39,6 @@ UNSUPPORTED_TOKENIZER_TYPES = {
 """Other tokenizers of Megatron-LM, with the reason why they are not supported."""
 
 DATA_FILES = Need("not mock_data and not plugin_dataset", "data in files")
-TOKEN_FILES = Need("not mock_data and not plugin_dataset and not chat_data_path", "files of tokens")
 DOCUMENTS = Need(
     "not mock_data and not plugin_dataset and not chat_data_path",
     "documents (generated tokens have none, and conversations are always separate)",
@@ -60,7 +61,7 @@ def _check_tokenizer_type(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class DataConfig(MixtureOptions, SkippingOptions, WithPluginOptions):
+class DataConfig(MixtureOptions, SkippingOptions, FimOptions, DataStoreOptions, WithPluginOptions):
     """Token files, how documents are packed into samples, and the tokenizer."""
 
     data_path: tuple[str, ...] = option((), role="free")

@@ -16,6 +16,7 @@ from megatron.config.data_paths import data_sources
 from megatron.config.files import SMALL_FILE_BYTES
 from megatron.config.schemes import HUGGING_FACE_PREFIX
 from megatron.data.errors import DataError
+from megatron.data.prefixes import local_prefix, use_data_store
 from megatron.data.tokenizers.base import Tokenizer, read_tokenizer_file
 from megatron.data.tokenizers.huggingface import CHAT_TEMPLATE, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, find_special_token
 from megatron.data.tokenizers.tokenizer import (
@@ -122,7 +123,7 @@ def find_tokenizer_info(data: DataConfig, vocab_size: int | None) -> TokenizerRe
             " ".join(f"--set data.{name}=null" for name in given),
             "write the dataset again with tools/preprocess_data.py",
         )
-    folder = Path(f"{prefix}.{FILES_SUFFIX}")
+    folder = Path(f"{local_prefix(prefix)}.{FILES_SUFFIX}")
     paths = [folder / name for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)]  # they assign roles to special tokens
     return _without_shared_pad(record, {path.name: read_tokenizer_file(path) for path in paths if path.is_file()})
 
@@ -137,6 +138,12 @@ def tokenizer_from_flags(data: DataConfig, vocab_size: int | None) -> Tokenizer 
     if data.tokenizer_type is None or not (has_no_files or _tokenizer_files(data)):
         return None
     return build_tokenizer(TokenizerOptions.of(data, vocab_size if data.tokenizer_type in NEEDS_VOCAB_SIZE else None))
+
+
+def find_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
+    """Return the tokenizer recorded beside the data, else the one that the flags name; None without either."""
+    recorded = next((prefix for prefix, record in _records(data).items() if record is not None), None)
+    return tokenizer_from_flags(data, vocab_size) if recorded is None else load_recorded_tokenizer(recorded)
 
 
 def tokenizer_files_to_save(data: DataConfig, vocab_size: int | None) -> Mapping[str, bytes]:
@@ -174,6 +181,7 @@ def _records(data: DataConfig) -> dict[str, TokenizerRecord | None]:
     """Read the record beside each dataset, which must have the tokenizer type of the flags if they name only a type."""
     named = None if _tokenizer_files(data) else data.tokenizer_type
     prefixes = dict.fromkeys(prefix for source in data_sources(data).values() for prefix in source.blend.prefixes)
+    use_data_store(data, prefixes)
     return {prefix: read_tokenizer_record(prefix, named) for prefix in prefixes}
 
 

@@ -1,5 +1,7 @@
 """Read token files ``<prefix>.bin`` and ``<prefix>.idx``, Megatron-LM's format, through a memory map.
 
+A prefix may be in an object store, ``s3://bucket/prefix`` (:mod:`megatron.data.token_store`).
+
 ``.bin`` holds the ids of all sequences back to back. ``.idx`` holds where each sequence and document starts (little-
 endian, no padding; S sequences, D + 1 document boundaries)::
 
@@ -24,17 +26,19 @@ import mmap
 import os
 import resource
 import struct
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
 from megatron.data.manifest import MANIFEST_SUFFIX, recorded_fingerprint
+from megatron.data.prefixes import remote_prefix
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_VERSION = 1
@@ -67,6 +71,21 @@ def is_too_many_open_files(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
+class TokenArray(Protocol):
+    """Ids of a ``.bin``: an array, or what reads them from an object store."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all ids."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, ids: slice, /) -> NDArray[Any]: ...
+
+    def view(self, dtype: np.dtype[Any], /) -> TokenArray:
+        """Return the same bytes as ids of another type."""
+
+
 class IndexedDataset:
     """The sequences of a pair of token files, read through a memory map."""
 
@@ -74,7 +93,7 @@ class IndexedDataset:
         """Open ``<prefix>.bin`` and ``<prefix>.idx`` and check them against each other.
 
         Args:
-            prefix: path of the two files without ``.bin`` and ``.idx``.
+            prefix: path or URI of the two files without ``.bin`` and ``.idx``.
             floats: accept floating-point numbers, which are not token ids.
             verify: check every entry of the index; False reads only its header and the sizes of both files.
 
@@ -82,7 +101,8 @@ class IndexedDataset:
             DataError: when either is missing, truncated, damaged or in another format.
         """
         self.prefix = str(prefix)
-        index = _map(f"{self.prefix}.idx")
+        remote = remote_prefix(self.prefix)
+        index = _map(f"{self.prefix if remote is None else remote.local}.idx")
         self.dtype, sequences, boundaries = self._read_header(index)
         ends = list(accumulate((INDEX_HEADER.size, 4 * sequences, 8 * sequences, 8 * boundaries)))
         if sequences and len(index) == ends[-1] + sequences:
@@ -92,7 +112,7 @@ class IndexedDataset:
         self.lengths = index[ends[0] : ends[1]].view("<i4")  # int32 [S], tokens of each sequence
         self.pointers = index[ends[1] : ends[2]].view("<i8")  # int64 [S], byte where each sequence starts
         self.documents = index[ends[2] : ends[3]].view("<i8")  # int64 [D + 1], sequences before each document
-        ids = _map(f"{self.prefix}.bin")
+        ids: TokenArray = _map(f"{self.prefix}.bin") if remote is None else remote.tokens
         self.num_tokens = len(ids) // self.dtype.itemsize  # of all sequences
         if verify:
             self._check_documents()
@@ -100,7 +120,9 @@ class IndexedDataset:
             expected = self.num_tokens * self.dtype.itemsize
             if len(ids) != expected:
                 self._refuse("bin", "size", f"{len(ids)} bytes", f"{expected} bytes, as {self.prefix}.idx counts")
-        self.tokens = ids[: self.num_tokens * self.dtype.itemsize].view(self.dtype)  # ids [num_tokens], read-only
+        whole = ids[: self.num_tokens * self.dtype.itemsize] if remote is None else ids
+        self.tokens: TokenArray = whole.view(self.dtype)  # ids [num_tokens], read-only
+        self.remote = remote  # None for files on a disk
         if self.dtype.kind == "f" and not floats:
             raise DataError(
                 f"{self.prefix}.idx: the type is {self.dtype}, but token ids are whole numbers",
@@ -129,7 +151,10 @@ class IndexedDataset:
         Raises:
             DataError: when the manifest of the pair records another one.
         """
-        computed = compute_fingerprint(self.dtype, self.lengths, self.documents, self.tokens)
+        facts = self.dtype, self.lengths, self.documents, self.tokens
+        if self.remote is not None:  # the manifest's checksums are compared with all that is read
+            return self.remote.fingerprint(lambda sample: compute_fingerprint(*facts, sample))
+        computed = compute_fingerprint(*facts)
         recorded = recorded_fingerprint(self.prefix)
         if recorded not in (None, computed):
             raise DataError(
@@ -208,21 +233,27 @@ class IndexedDataset:
 
 
 def compute_fingerprint(
-    dtype: np.dtype[Any], lengths: NDArray[Any], documents: NDArray[Any], tokens: NDArray[Any]
+    dtype: np.dtype[Any],
+    lengths: NDArray[Any],
+    documents: NDArray[Any],
+    tokens: TokenArray,
+    sample: Callable[[Sequence[int], int], Iterable[bytes]] | None = None,
 ) -> str:
     """Return 16 hexadecimal digits of the index and of a sample of the ids, independent of file names.
 
-    Reads `FINGERPRINT_BLOCKS` evenly spaced blocks of ``.bin``: another corpus or tokenizer is detected, a few changed
-    ids in a large file are not.
+    Reads `FINGERPRINT_BLOCKS` evenly spaced blocks of ``.bin``, with ``sample(starts, size)`` if it is given: another
+    corpus or tokenizer is detected, a few changed ids in a large file are not.
     """
     digest = hashlib.blake2b(digest_size=8)
     for table in (lengths, documents):  # the pointers follow from the lengths
         digest.update(f"{dtype.str} {len(table)};".encode())
         digest.update(table.data)
-    ids = tokens.view(np.uint8)
-    last = max(0, len(ids) - FINGERPRINT_BLOCK_BYTES)
-    for start in np.linspace(0, last, FINGERPRINT_BLOCKS, dtype=np.int64).tolist():
-        digest.update(ids[start : start + FINGERPRINT_BLOCK_BYTES].data)
+    last = max(0, tokens.nbytes - FINGERPRINT_BLOCK_BYTES)
+    starts = np.linspace(0, last, FINGERPRINT_BLOCKS, dtype=np.int64).tolist()
+    ids = tokens.view(np.dtype("u1"))
+    blocks = (ids[at : at + FINGERPRINT_BLOCK_BYTES].tobytes() for at in starts)
+    for block in blocks if sample is None else sample(starts, FINGERPRINT_BLOCK_BYTES):
+        digest.update(block)
     return digest.hexdigest()
 
 

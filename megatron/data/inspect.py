@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.prefixes import local_prefix
 from megatron.data.tokenizers.base import Tokenizer
 
 DOCUMENT_BLOCK, TOKEN_BLOCK = 1 << 20, 1 << 22  # per block
@@ -89,8 +90,8 @@ def summarize(data: IndexedDataset) -> DatasetSummary:
         empty_sequences=sum(int((block == 0).sum()) for block in blocks),
         tokens=data.num_tokens,
         dtype=data.dtype.name,
-        bin_bytes=os.path.getsize(f"{data.prefix}.bin"),
-        idx_bytes=os.path.getsize(f"{data.prefix}.idx"),
+        bin_bytes=data.tokens.nbytes,
+        idx_bytes=os.path.getsize(f"{local_prefix(data.prefix)}.idx"),
         lengths=lengths,
     )
 
@@ -131,8 +132,18 @@ def check_ids(
         report(block.nbytes)
     if eod is None:
         return IdCheck(ids, wrong, first, None)
-    ends = (bounds[1:][np.diff(bounds) > 0] for bounds in document_bounds(data))
-    return IdCheck(ids, wrong, first, sum(int((data.tokens[end - 1] == eod).sum()) for end in ends))
+    return IdCheck(ids, wrong, first, sum(_count_last(data, bounds, eod) for bounds in document_bounds(data)))
+
+
+def _count_last(data: IndexedDataset, bounds: NDArray[np.int64], eod: int) -> int:
+    """Return how many documents between ``bounds [n + 1]`` end with ``eod``; reads blocks, in order."""
+    last, count = bounds[1:][np.diff(bounds) > 0] - 1, 0
+    while last.size:
+        block = data.tokens[int(last[0]) : int(last[0]) + TOKEN_BLOCK]
+        here = np.searchsorted(last, last[0] + len(block))
+        count += int((block[last[:here] - last[0]] == eod).sum())
+        last = last[here:]
+    return count
 
 
 def describe_position(data: IndexedDataset, token: int) -> str:

@@ -370,6 +370,8 @@ class DataSource:
             sample = dataset[i]
             if len(sample.tokens) != self.seq_length:
                 raise IndexError(f"it has {len(sample.tokens):,} tokens instead of {self.seq_length:,}")
+        except DataError:  # of an object store
+            raise
         except (IndexError, ValueError) as error:
             seen = f"{split_label(split)} sample {i} cannot be read: {error}; its index table is not that of the data"
             raise DataError(seen, "--data-cache-path ANOTHER") from error
@@ -481,7 +483,7 @@ def build_data(
         build_notes = [n for name in used for n in load_conversations(data, name, training.seq_length, pairs).notes]
     else:
         batch = stream[1] * full_global_batch_size(training, dp_size)
-        builders, build_notes = file_segment_builders(data, used, training, cache, origin, batch)
+        builders, build_notes = file_segment_builders(data, used, training, vocab_size, cache, origin, batch)
     used = {name: count for name, count in used.items() if name in builders}
     requested = requested_samples(training, dp_size, begin)
     requested["train"] *= stream[1]

@@ -139,11 +139,11 @@ def test_only_the_reader_may_use_the_storage_of_torch_distributed() -> None:
 
 
 def test_a_run_on_disks_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only ``checkpoint.object_store`` imports the libraries of object stores, and only a URI makes it be imported."""
-    store = "megatron.checkpoint.object_store"
-    needed = ("tenacity", "upath", "s3fs", store)
+    """Only these modules import the libraries of object stores, and only a URI makes them be imported."""
+    store, tokens = "megatron.checkpoint.object_store", "megatron.data.token_store"
+    needed = ("tenacity", "upath", "s3fs", store, tokens)
     users = {m.name for m in sources() if any(rules.prefix_of(n, needed) for n in rules.imports(m, at_import=True))}
-    assert users == {store}
+    assert users == {store, tokens}
     monkeypatch.delitem(sys.modules, store, raising=False)
     assert parse_location("runs/a") == Path("runs/a")
     assert store not in sys.modules

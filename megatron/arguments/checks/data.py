@@ -10,6 +10,7 @@ from dataclasses import replace
 from os.path import isdir, isfile  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 
+from megatron.checkpoint.location import parse_location
 from megatron.config.data import DataConfig
 from megatron.config.data_paths import (
     SPLITS,
@@ -23,6 +24,7 @@ from megatron.config.data_paths import (
     split_weights,
     unpaired_problem,
 )
+from megatron.config.data_store import is_remote
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
@@ -57,6 +59,7 @@ def check_files(config: RunConfig, world_size: int) -> Iterator[Problem]:
         invalid = any(True for _ in blend_problems(paths))
         words = [word for word in paths.words if as_weight(word) is None] if invalid else blend.prefixes
         missing = {word: ends for word in words if word.strip() and (ends := _missing(word))}
+        yield from _store_problems(paths, [word for word in words if is_remote(word)])
         numbers = [word for word in missing if blend.weights is None and as_weight(word) is not None]
         if numbers:
             seen = (
@@ -72,7 +75,24 @@ def check_files(config: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem("E503", f"{paths.origin}: the files of {more} do not exist")
 
 
+def _store_problems(paths: DataPathArgs, prefixes: Sequence[str]) -> Iterator[Problem]:
+    """Yield problems of prefixes in object stores that are found without a request; one for each kind of store."""
+    for uri in {prefix.partition("://")[0]: prefix for prefix in reversed(prefixes)}.values():
+        try:
+            place = parse_location(uri)
+        except UserError as error:
+            yield from error.problems
+            continue
+        missing = None if isinstance(place, Path) else place.missing_library()
+        if missing is not None:
+            yield Problem("E503", f"{paths.origin} {missing[0]}", (missing[1],))
+        elif isinstance(place, Path):
+            yield Problem("E503", f"{paths.origin} {uri} is a path", _replace(paths, uri, [str(place)]))
+
+
 def _missing(prefix: str) -> list[str]:
+    if is_remote(prefix):  # the store is asked when the data are opened
+        return []
     return [prefix + end for end in SUFFIXES if not isfile(prefix + end)]
 
 

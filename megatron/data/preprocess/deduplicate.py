@@ -109,15 +109,15 @@ class BlockHasher:
         places: list[tuple[int, int]] = []
         bad: list[BadDocument] = []
         for document in read_block(block, self._options.keys):
-            if isinstance(document, BadDocument):
+            if isinstance(document, TextDocument):
+                text = _joined(document)
+                keys.append([exact_key(text), *(self._minhash.band_keys(text) if self._minhash else ())])
+                places.append((document.place[1], len(text.encode())))
+            elif isinstance(document, BadDocument):
                 bad.append(document)
                 if isinstance(block, FileBlock):  # every file has a place, so that files are counted by documents
                     keys.append([NO_KEY] * self._options.bands)
                     places.append((0, 0))
-                continue
-            text = _joined(document)
-            keys.append([exact_key(text), *(self._minhash.band_keys(text) if self._minhash else ())])
-            places.append((document.place[1], len(text.encode())))
         return KeyedBlock(
             np.array(keys, np.uint64).reshape(-1, self._options.bands),
             np.array(places, PLACE),

@@ -21,6 +21,7 @@ from megatron.checkpoint.durable_files import checksum, publish_file
 from megatron.config.files import parse_json, read_small
 from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import Block, FileBlock, load_block
+from megatron.data.preprocess.files import is_table
 
 LIST_FORMAT = 1
 LIST_NAME, ROWS_NAME = "drop.json", "drop.rows"
@@ -96,7 +97,7 @@ def publish_drop_list(folder: Path, files: list[ListedFile], made_by: dict[str, 
 
 
 def mark_dropped(blocks: Iterable[Block], drop: DropList) -> Iterator[Block]:
-    """Yield the blocks of whole files with the documents of a list marked as dropped."""
+    """Yield the blocks of files with the documents of a list marked as dropped."""
     rows, before = np.empty(0, ROW), 0
     for block in blocks:
         if isinstance(block, FileBlock):
@@ -104,11 +105,13 @@ def mark_dropped(blocks: Iterable[Block], drop: DropList) -> Iterator[Block]:
             yield block._replace(dropped=frozenset(number for number, count in enumerate(listed, 1) if count))
             continue
         if block.first:
-            rows, before = drop.rows(str(block.file), block.file.stat().st_size), 0
+            rows, before = drop.rows(str(block.file), block.file.stat().st_size), block.rows_before
         if not len(rows):
             yield block
             continue
-        _, lines = load_block(block)
-        first, end = np.searchsorted(rows, [before + 1, before + lines + 1 + block.last])  # that may have no line end
+        content = block.read()
+        _, lines = load_block(block._replace(content=content))
+        is_open = not is_table(block.file) and content[-1:] not in (b"\n", b"")  # the last line has no end
+        first, end = np.searchsorted(rows, [before + 1, before + lines + 1 + is_open])
         yield block._replace(dropped=frozenset((rows[first:end] - before).tolist()))
         before += lines

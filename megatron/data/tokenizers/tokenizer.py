@@ -19,6 +19,7 @@ from megatron.config.data import UNSUPPORTED_TOKENIZER_TYPES, DataConfig
 from megatron.config.files import FOLLOW_LINKS, describe_outside_links, parse_json, read_small
 from megatron.config.settings import SETTINGS
 from megatron.data.errors import DataError
+from megatron.data.prefixes import local_prefix
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.huggingface import (
     SPECIAL_TOKENS_MAP,
@@ -249,7 +250,7 @@ def _current_fingerprint(prefix: str | Path) -> str | None:
 
 def read_tokenizer_record(prefix: str | Path, tokenizer_type: str | None = None) -> TokenizerRecord | None:
     """Read the record of a dataset and check its type; return None if there is none, as for one of Megatron-LM."""
-    path = Path(f"{prefix}.{RECORD_SUFFIX}")
+    path = Path(f"{local_prefix(prefix)}.{RECORD_SUFFIX}")
     try:
         record = TokenizerRecord(**parse_json(read_small(path)))
         record.check()
@@ -275,7 +276,7 @@ def load_recorded_tokenizer(prefix: str | Path, tokenizer_type: str | None = Non
     record = read_tokenizer_record(prefix, tokenizer_type)
     if record is None:
         return None
-    folder, settings = Path(f"{prefix}.{FILES_SUFFIX}"), record.settings or {}
+    folder, settings = Path(f"{local_prefix(prefix)}.{FILES_SUFFIX}"), record.settings or {}
     if folder.is_dir():
         refuse_outside_links(folder, COPY_FILES_FIX)
     model = None if record.tokenizer_type in ("ByteTokenizer", "NullTokenizer") else str(folder)

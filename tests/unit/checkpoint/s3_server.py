@@ -21,6 +21,8 @@ from threading import Lock, Thread
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
+import xxhash
+
 PAGE = 3
 """Entries of a listing in one answer: few, so that going on is part of every test."""
 
@@ -151,7 +153,9 @@ class Handler(BaseHTTPRequestHandler):
         found = self.store.objects.get(key)
         if found is None:
             return 404, {}, b"<Error><Code>NoSuchKey</Code><Message>no such key</Message></Error>"
-        headers = {"ETag": '"x"', "Last-Modified": "Sun, 01 Nov 2026 00:00:00 GMT"}
+        headers = {"ETag": etag(found), "Last-Modified": "Sun, 01 Nov 2026 00:00:00 GMT"}
+        if self.headers.get("If-Match", headers["ETag"]) != headers["ETag"]:
+            return 412, {}, b"<Error><Code>PreconditionFailed</Code><Message>pre-conditions</Message></Error>"
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if asked is None:
             return 200, headers, found
@@ -162,25 +166,26 @@ class Handler(BaseHTTPRequestHandler):
 
     def listing(self, bucket: str, query: dict[str, str]) -> bytes:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-        names: dict[str, int] = {}
+        names: dict[str, bytes | None] = {}
         for name, content in sorted(self.store.objects.items()):
             key = name.partition("/")[2]
             if name.startswith(f"{bucket}/{prefix}"):
                 rest = key[len(prefix) :]
                 inner = bool(delimiter) and delimiter in rest
-                names[prefix + rest.split(delimiter)[0] + delimiter if inner else key] = -1 if inner else len(content)
+                names[prefix + rest.split(delimiter)[0] + delimiter if inner else key] = None if inner else content
         later = [item for item in names.items() if item[0] > query.get("continuation-token", "")]
-        rows = [self.row(name, size) for name, size in later[:PAGE]]
+        rows = [self.row(name, content) for name, content in later[:PAGE]]
         more = len(later) > PAGE
         token = f"<NextContinuationToken>{escape(later[PAGE - 1][0])}</NextContinuationToken>" if more else ""
         head = f"<Name>{bucket}</Name><KeyCount>{len(rows)}</KeyCount><IsTruncated>{str(more).lower()}</IsTruncated>"
         return f"<ListBucketResult>{head}{token}{''.join(rows)}</ListBucketResult>".encode()
 
-    def row(self, name: str, size: int) -> str:
-        if size < 0:
+    def row(self, name: str, content: bytes | None) -> str:
+        if content is None:
             return f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
         dates = "<LastModified>2026-11-01T00:00:00.000Z</LastModified>"
-        return f'<Contents><Key>{escape(name)}</Key>{dates}<ETag>"x"</ETag><Size>{size}</Size></Contents>'
+        facts = f"<ETag>{etag(content)}</ETag><Size>{len(content)}</Size>"
+        return f"<Contents><Key>{escape(name)}</Key>{dates}{facts}</Contents>"
 
     def body(self) -> bytes:
         """Return the body of a request; S3's libraries may send it in signed pieces."""
@@ -220,6 +225,11 @@ class Handler(BaseHTTPRequestHandler):
         if cut and content:
             content, self.close_connection = content[: len(content) // 2], True
         self.wfile.write(content)
+
+
+def etag(content: bytes) -> str:
+    """Return a name of a content."""
+    return f'"{xxhash.xxh3_64_hexdigest(content)}"'
 
 
 @contextmanager
