@@ -41,7 +41,7 @@ def main(argv: Sequence[str], about: str = "") -> int:
         from megatron.training.main import run  # torch takes seconds to import: only after the flags passed
 
     startup.enter("other")
-    return run(start.parsed.config, start.parsed.notes, startup)
+    return run(start.parsed.config, start.parsed.notes, startup, start.plan)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.record import keep, options, table, timed, versions
-from tools.preprocess_data import available_cores
+from megatron.data.preprocess.workers import available_cores
 
 ROOT = Path(__file__).parents[1]
 TITLE = "# Speed of preprocessing"

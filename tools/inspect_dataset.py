@@ -1,4 +1,8 @@
-"""Inspect token files: ``python tools/inspect_dataset.py PREFIX --verify --samples 3 --histogram lengths.png``."""
+"""Inspect token files, or the samples of a run's steps.
+
+``python tools/inspect_dataset.py PREFIX --verify --samples 3 --histogram lengths.png``;
+``python tools/inspect_dataset.py --run RUN_DIR --step 120`` and ``--run RUN_DIR --spike --exclude FILE``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from megatron.config.text import counted, echo
 from megatron.data.errors import DataError, ToolParser, disk_error
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspect import DatasetSummary, check_ids, sample_documents, summarize
-from megatron.data.manifest import Manifest
+from megatron.data.manifest import DatasetManifest
 from megatron.data.progress import ByteProgress
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.tokenizer import (
@@ -36,13 +40,17 @@ QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99}
 RECORD_FIELDS = ("tokenizer_type", "vocab_size", "eod", "parses_special_tokens")  # of the tokenizer, with --json
 MAX_IDS_SHOWN = 12
 
+RUN_FLAGS = ("--run", "--step", "--spike")
+"""Flags that ask for the samples of a run."""
+
 
 def build_parser() -> ToolParser:
     """Return the command-line parser."""
     parser = ToolParser(
         "inspect_dataset.py",
         description="Describe pairs of .bin and .idx. Every pointer in an .idx is always checked.",
-        epilog="Exit status: 1 if one of the pairs is invalid, 2 for wrong flags.",
+        epilog="Exit status: 1 if one of the pairs is invalid, 2 for wrong flags. "
+        "The samples of steps of a run: inspect_dataset.py --run RUN_DIR --help.",
     )
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="pairs without .bin/.idx")
     parser.add_argument(
@@ -107,7 +115,7 @@ class Inspection(NamedTuple):
             "document_tokens": length_statistics(summary),
         }
         problem = None
-        if (manifest := Manifest.read(prefix)) is not None:
+        if (manifest := DatasetManifest.read(prefix)) is not None:
             facts["manifest"] = {"counts": manifest.counts, **manifest.facts}
             if args.verify:
                 with closing(ByteProgress(sys.stderr, sum(file.bytes for file in manifest.files.values()))) as meter:
@@ -200,12 +208,22 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status: 1 if one of them is invalid, 2 for wrong flags.
     """
+    own = argv[: argv.index("--")] if "--" in argv else argv
+    if "--" in argv or any(word.split("=")[0] in RUN_FLAGS for word in own):
+        from tools.lib import inspect_run
+
+        return inspect_run.main(argv)
     parser = build_parser()
     args = parser.parse(argv)
     try:
         check_flags(args)
     except DataError as error:
         return parser.fail(error, 2)
+    return inspect(parser, args)
+
+
+def inspect(parser: ToolParser, args: argparse.Namespace) -> int:
+    """Print the findings on the pairs; return the exit status."""
     status, inspections = 0, []
     for prefix in args.prefixes:
         try:

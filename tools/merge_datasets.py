@@ -18,6 +18,7 @@ from megatron.data.indexed_writer import (
     check_not_existing,
     check_output,
     find_prefixes,
+    in_shard_order,
     merge_datasets,
 )
 from megatron.data.progress import ByteProgress
@@ -28,7 +29,8 @@ def build_parser() -> ToolParser:
     parser = ToolParser(
         "merge_datasets.py",
         description="Concatenate pairs of .bin and .idx, as if all their text had been preprocessed at once.",
-        epilog="The pairs of a folder are merged in the order of their names. All must have been written with one "
+        epilog="The pairs of a folder are merged in the order of their names, shards of one corpus (preprocess_data.py "
+        "--shard) in the order of their numbers. All must have been written with one "
         "tokenizer. To weight the corpora, do not merge them: pretrain_gpt.py --data-path W PREFIX ...",
     )
     parser.add_argument(
@@ -60,7 +62,9 @@ def main(argv: Sequence[str]) -> int:
 
 def merge_and_report(args: argparse.Namespace) -> None:
     """Merge the pairs and print the result."""
-    parts = [MergeInput.of(prefix) for prefix in find_prefixes(args.input)]
+    parts, note = in_shard_order([MergeInput.of(prefix) for prefix in find_prefixes(args.input)])
+    if note is not None:
+        echo(f"note: {note}")
     check_compatible(parts)
     check_output(args.input, parts, args.output_prefix)
     for part in parts:

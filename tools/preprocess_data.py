@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
@@ -21,6 +22,10 @@ from megatron.data.indexed_writer import check_not_existing, id_dtype
 from megatron.data.preprocess.corpus import BLOCK_BYTES
 from megatron.data.preprocess.encode import PreprocessOptions, RunState, output_prefix, write_dataset
 from megatron.data.preprocess.files import add_input_flags, find_text_files, spool_pipes
+from megatron.data.preprocess.quality import FILTERS, GROUPS, expand_groups
+from megatron.data.preprocess.shards import FilesPart, Shard, select_part
+from megatron.data.preprocess.transforms import FILTER, MAP, QUALITY, Step
+from megatron.data.preprocess.workers import available_cores
 from megatron.data.progress import PreprocessProgress, PreprocessTotals
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import ENGINES
@@ -52,6 +57,18 @@ REFUSED_FLAGS = {
 """Megatron-LM's unsupported flags: the reason and the alternative."""
 
 
+class _AddSteps(argparse.Action):
+    """Appends the values of all flags of steps to one list, in their order."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: object) -> None:
+        flag = self.option_strings[0]
+        try:
+            names = [name for value in values for name in (expand_groups(value) if flag == QUALITY else (value,))]
+        except DataError as error:
+            parser.exit(2, f"preprocess_data: {error}\n")
+        namespace.steps = [*getattr(namespace, "steps", ()), *(Step(flag, name) for name in names)]
+
+
 def build_parser() -> ToolParser:
     """Return the command-line parser, with Megatron-LM's flag names."""
     parser = ToolParser(
@@ -64,11 +81,23 @@ def build_parser() -> ToolParser:
     )
     add_input_flags(parser)
     add_tokenizer_flags(parser)
+    add = parser.add_argument_group("steps, in the order in which they are given; each may be repeated").add_argument
+    mapped = (
+        "change documents: takes a document's text (annotated str) or record (a dict), returns it, or None to drop it"
+    )
+    filtered = "keep the documents for which it returns True"
+    for flag, text in ((MAP, mapped), (FILTER, filtered)):
+        add(flag, nargs="+", action=_AddSteps, metavar="MODULE:FUNCTION", help=text)
+    rules = f"drop documents by published rules: {', '.join((*GROUPS, *FILTERS))}; with options: NAME:OPTION=VALUE,..."
+    add(QUALITY, nargs="+", action=_AddSteps, metavar="NAME", help=rules)
     add = parser.add_argument_group("output").add_argument
     prefix = "path and beginning of the files' names"
+    add("--drop", metavar="DIR", type=Path, help="leave out the documents that deduplicate.py listed in this folder")
     add("--append-eod", action="store_true", help="append the end-of-document id to nonempty documents")
     add("--output-prefix", required=True, metavar="PREFIX", help=prefix)
     add("--overwrite", action="store_true", help="replace existing files of this prefix")
+    shard = "write only the documents of part I of N, from 0 on; merged in order, all parts are the whole"
+    add("--shard", type=Shard.parse, metavar="I/N", help=shard)
     add = parser.add_argument_group("performance").add_argument
     engine = "encoding library: gigatoken, the tokenizer's own (hf), or gigatoken if its ids are equal (auto)"
     interval = "documents between progress lines in a file (a line every 10 seconds); 0 for none"
@@ -84,22 +113,13 @@ def build_parser() -> ToolParser:
     return parser
 
 
-def available_cores() -> int:
-    """Return the number of cores available to this process, limited by its affinity and control group."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return bound
-    return bound if quota == "max" else max(1, min(bound, round(int(quota) / int(period))))
-
-
 def summary(plan: PreprocessOptions, totals: PreprocessTotals, dtype: str, engine: str, seconds: float) -> str:
     """Return the statistics of the run, in a few lines."""
-    ratio = totals.text_bytes / totals.tokens
+    ratio = totals.text_bytes / max(1, totals.tokens)
+    dropped = "".join(f"dropped: {count:,} by {reason}\n" for reason, count in totals.dropped.items())
     return (
         f"files: {len(plan.files):,}, documents: {totals.documents:,}, empty texts: {totals.empty:,}, "
-        f"passed over: {totals.bad:,}\n"
+        f"passed over: {totals.bad:,}\n{dropped}"
         f"text bytes: {totals.text_bytes:,}, tokens: {totals.tokens:,} ({dtype}), bytes per token: {ratio:.2f}\n"
         f"time: {seconds:.1f}s, {totals.rates(seconds)}, workers: {plan.workers}, engine: {engine}"
     )
@@ -110,10 +130,13 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
     started = time.monotonic()
     files = find_text_files(inputs, args.suffix, args.exclude, args.follow_links)
     stop.wait_for_checks()
-    stored_bytes = sum(file.stat().st_size for file in files)
+    sizes = [file.stat().st_size for file in files]
+    shard = args.shard
+    part = FilesPart(files, 0, None) if shard is None else select_part(files, sizes, shard)
+    stored_bytes = sum(sizes) // (1 if shard is None else shard.of)
     blocks = 1 + stored_bytes // BLOCK_BYTES
     plan = PreprocessOptions(
-        files,
+        part.files,
         keys=tuple(args.json_keys),
         prefix=args.output_prefix,
         tokenizer_options=TokenizerOptions.from_args(args),
@@ -123,6 +146,11 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
         skip_bad=args.on_bad_line == "skip",
         max_line_bytes=args.max_line_bytes,
         overwrite=args.overwrite,
+        shard=shard,
+        start=part.start,
+        stop=part.stop,
+        steps=getattr(args, "steps", ()),
+        drop=args.drop,
         names={copy: name for copy, name in zip(inputs, args.input) if copy != name},
     )
     if plan.workers == 1:

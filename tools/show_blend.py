@@ -74,4 +74,4 @@ def as_dict(stages: Sequence[StageUse]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from megatron.arguments.compatibility import StoredLayoutReader, compare_configs
@@ -107,7 +108,7 @@ class CommandLine:
 
 def parse_flags(argv: Sequence[str]) -> CommandLine:
     """Parse a command line flag by flag, so that one malformed flag does not hide problems of the others."""
-    parser = make_parser(of_settings=False)
+    parser = _own_flags()
     command_line = CommandLine(parser.parse_args([]))
     flags: list[list[str]] = []  # each with the words after it; words before the first flag come first
     for word in argv:
@@ -132,6 +133,12 @@ def parse_flags(argv: Sequence[str]) -> CommandLine:
         if stray:
             command_line.foreign.append(stray)
     return command_line
+
+
+@cache
+def _own_flags() -> argparse.ArgumentParser:
+    """Return the parser of the flags that are no config fields."""
+    return make_parser(of_settings=False)
 
 
 def _is_flag(word: str) -> bool:
@@ -185,6 +192,8 @@ def parse(
     read_model: ModelReader | None = None,
     about: str = "",
     stored_layout: StoredLayoutReader = lambda options: None,
+    phase: tuple[str, Mapping[str, Any]] | None = None,
+    world_size: int | None = None,
 ) -> ParsedArguments:
     """Parse and check a command line.
 
@@ -195,6 +204,8 @@ def parse(
         read_model: returns the model's fields of the Hugging Face folder that the run starts from. None refuses one.
         about: docstring of the program, for its help; empty for pretrain_gpt.py.
         stored_layout: returns the layout of the checkpoint that the run resumes from, for ``--plan auto``.
+        phase: further options, which override all others, and where they are from.
+        world_size: number of ranks to check for, where neither flag nor launcher gives it.
 
     Raises:
         UserError: with every problem of flags, files and values.
@@ -209,7 +220,7 @@ def parse(
     line, launch = parse_flags(argv), Launch.read(environ)
     flags = TranslatedFlags.read(line)
     findings = Findings(notes=[*flags.notes])
-    given = _given_sources(line, flags, trees)
+    given = _given_sources(line, flags, trees, phase)
     sources = [_from_preset(line.known.preset), *given, ConfigSource(problems=line.problems)]
     flags_only = build_config(merge_values(source.values for source in sources))
     if credentials := [*credential_problems(argv, flags_only)]:  # before anything is read with them
@@ -226,7 +237,7 @@ def parse(
     findings.add(note for _, note in meaning_notes(flags.spellings, config))
     if not (findings.problems or start.unreadable):  # after a mistake elsewhere, nothing may be missing
         findings.add(_missing_problems(values, config.model, start, about))
-    world_size = _world_size(line.known, config, launch)
+    world_size = world_size or _world_size(line.known, config, launch)
     findings.add(_launch_findings(line.known, config, launch))
     doubtful = {name for source in sources for name in source.doubtful}
     given_values = merge_values(source.values for source in given)
@@ -259,6 +270,12 @@ def parse(
     here = not line.check_only or (line.known.world_size is None and world_size == launch.world_size)
     notes, fields = tuple(findings.notes), frozenset(given_values)
     return ParsedArguments(resolved, world_size, line.check_only, notes, fake_rank, here, fields)
+
+
+def given_values(argv: Sequence[str]) -> Values:
+    """Return the values that flags and files set, as far as they can be read; arguments and errors as of `parse`."""
+    trees, line = _load_plugins(argv), parse_flags(argv)
+    return merge_values(source.values for source in _given_sources(line, TranslatedFlags.read(line), trees))
 
 
 def suggest_nodes(problem: Problem, config: RunConfig, world_size: int, launch: Launch) -> Problem:
@@ -478,13 +495,16 @@ class TranslatedFlags:
         return [unknown, values], notes
 
 
-def _given_sources(line: CommandLine, flags: TranslatedFlags, trees: Trees) -> list[ConfigSource]:
-    """Return the values of files, flags and ``--set``, after the defaults that they imply."""
+def _given_sources(
+    line: CommandLine, flags: TranslatedFlags, trees: Trees, phase: tuple[str, Mapping[str, Any]] | None = None
+) -> list[ConfigSource]:
+    """Return the values of files, flags, ``--set`` and a phase, after the defaults that they imply."""
     sources = [
         *(from_mapping(tree, path) for path, tree in trees),
         _from_flags(flags.counterparts),
         _from_flags(flags.given),
         from_assignments(line.known.set),
+        *([] if phase is None else [from_mapping(phase[1], phase[0])]),
     ]
     return [ConfigSource(implied_values(merge_values(source.values for source in sources))), *sources]
 

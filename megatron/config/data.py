@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.data_store import TOKEN_FILES, DataStoreOptions
+from megatron.config.fim import FimOptions
 from megatron.config.mixture import MixtureOptions
 from megatron.config.option import MegatronOption, Need, Run, WithPluginOptions, option
 from megatron.config.skipping import SkippingOptions
@@ -60,7 +61,7 @@ def _check_tokenizer_type(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class DataConfig(MixtureOptions, SkippingOptions, DataStoreOptions, WithPluginOptions):
+class DataConfig(MixtureOptions, SkippingOptions, FimOptions, DataStoreOptions, WithPluginOptions):
     """Token files, how documents are packed into samples, and the tokenizer."""
 
     data_path: tuple[str, ...] = option((), role="free")

@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_json, parse_yaml, read_small
@@ -52,7 +52,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Stage:
+class MixtureStage:
     """A part of the run with its own proportions."""
 
     name: str
@@ -75,7 +75,7 @@ class Mixture:
 
     path: str
     sources: Mapping[str, Source]
-    stages: tuple[Stage, ...]  # at least one
+    stages: tuple[MixtureStage, ...]  # at least one
     valid: Mapping[str, Source] = field(default_factory=dict)  # validation sets by name
 
     @property
@@ -89,7 +89,7 @@ class Mixture:
         stages = tuple(stage for stage in self.stages if stage.name in names) if names else self.stages
         return Mixture(self.path, self.sources, stages, self.valid)
 
-    def sections(self, tokens: int, seq_length: int) -> list[tuple[tuple[Stage, ...], int, int]]:
+    def sections(self, tokens: int, seq_length: int) -> list[tuple[tuple[MixtureStage, ...], int, int]]:
         """Return the runs of stages of equal sequence length in a run of ``tokens``: stages, length, and tokens."""
         sized = zip(self.stages, stage_tokens(self, tokens))
         by_length = groupby(sized, lambda pair: pair[0].seq_length or seq_length)
@@ -121,6 +121,12 @@ class MixtureOptions:
     sets are those of the file, or valid_data_path."""
     data_mixture_stages: tuple[str, ...] = option((), role="free", needs="data_mixture")
     """Stages of data_mixture that the run consists of. Default: all."""
+
+    refused: ClassVar = """
+    data_mixture and packing=best-fit
+    E520 --packing best-fit packs whole sources, but the stages of --data-mixture read a part of each
+      fix: --packing concat
+    """
 
     def check_mixture_stages(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that the chosen stages exist, and have samples of one length."""
@@ -238,7 +244,7 @@ class _Reader:
             self._wrong(f"{where}: the folder {path} has no token files", "path: PREFIX")
         return found
 
-    def _stages(self, top: Mapping[str, Any], sources: Mapping[str, Source]) -> Iterator[Stage]:
+    def _stages(self, top: Mapping[str, Any], sources: Mapping[str, Source]) -> Iterator[MixtureStage]:
         quotas = {
             name: {key: value for key, value in entry.items() if key in QUOTA_KEYS}
             for name, entry in top.get("sources", {}).items()
@@ -248,7 +254,7 @@ class _Reader:
         if "stages" not in top:
             if len(sources) == 1 and not given:
                 quotas = {name: {"share": 1} for name in sources}
-            yield Stage("main", self._mix("sources", {name: quotas.get(name, {}) for name in sources}, sources))
+            yield MixtureStage("main", self._mix("sources", {name: quotas.get(name, {}) for name in sources}, sources))
             return
         if given:
             self._wrong(f"sources: {listed(given)} have shares, tokens or epochs, but stages give these", "drop them")
@@ -272,7 +278,7 @@ class _Reader:
             self._wrong(f"the shares of the stages sum to {float(100 * total):g}%, not to {rule}", fix)
         yield from stages
 
-    def _stage(self, where: str, tree: Any, sources: Mapping[str, Source], form: str) -> Stage:
+    def _stage(self, where: str, tree: Any, sources: Mapping[str, Source], form: str) -> MixtureStage:
         values = self._mapping(where, tree, STAGE_KEYS, form)
         name = str(values.get("name", ""))
         if not NAME.fullmatch(name):
@@ -284,7 +290,7 @@ class _Reader:
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
             self._wrong(f"{where}: seq_length must be a whole number above 0, not {length!r:.40}", "seq_length: 32768")
             length = None
-        return Stage(
+        return MixtureStage(
             name,
             self._mix(f"{where}, mix", values.get("mix"), sources),
             None if tokens is None else int(self._amount(f"{where}, tokens", tokens, "2B")),
@@ -352,7 +358,7 @@ def _number(text: str) -> Fraction | None:
 class StagePlan:
     """A stage of a run in samples."""
 
-    stage: Stage
+    stage: MixtureStage
     seq_length: int
     counts: tuple[int, ...]  # samples of each source of the mixture, in its order
     begins: tuple[int, ...]  # tokens of each source that were read before the stage
@@ -401,7 +407,7 @@ def stage_tokens(mixture: Mixture, tokens: int, slack: int = 0) -> list[int]:
     return sizes
 
 
-def split_samples(stage: Stage, samples: int, seq_length: int, sources: Mapping[str, int]) -> tuple[int, ...]:
+def split_samples(stage: MixtureStage, samples: int, seq_length: int, sources: Mapping[str, int]) -> tuple[int, ...]:
     """Return the samples of each source in a stage; ``sources`` are the tokens of one epoch by name.
 
     ``tokens`` and ``epochs`` are rounded to samples. Shares divide what these leave, by largest remainders.

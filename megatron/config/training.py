@@ -10,6 +10,7 @@ from typing import ClassVar
 from megatron.config.objective import ObjectiveOptions
 from megatron.config.offload import ActivationOffloadOptions
 from megatron.config.option import MAX_SIZE, ZERO_IS_NONE, MegatronOption, Need, WithPluginOptions, option
+from megatron.config.phases import PhaseOptions
 
 MAX_BATCH = 10**6
 """Samples in a batch; a ramp has at most as many steps."""
@@ -135,7 +136,7 @@ class StepOptions(WithPluginOptions):
 
 
 @dataclass(frozen=True)
-class TrainingConfig(ObjectiveOptions, ActivationOffloadOptions, StepOptions):
+class TrainingConfig(ObjectiveOptions, ActivationOffloadOptions, PhaseOptions, StepOptions):
     """Run length, batch size, recomputation and evaluation."""
 
     neftune_alpha: float = option(0.0, role="schedule", at_least=0)

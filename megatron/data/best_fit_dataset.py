@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.dataset import Sample, SourceDataset, SourceUsage, Span, fingerprint, splitmix64
+from megatron.data.dataset import Piece, Sample, SourceDataset, SourceUsage, Span, fingerprint, splitmix64
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import files_fingerprint, shuffle_dtype
 from megatron.data.indexed_dataset import IndexedDataset
@@ -39,9 +40,10 @@ class Bins(NamedTuple):
     def __len__(self) -> int:
         return int(self.kinds[-1, 0])
 
-    def padding(self, seq_length: int) -> float:
-        """Return the room left in all bins, as a share of their ids."""
-        return int(np.diff(self.kinds[:, 0]) @ self.kinds[:-1, 2]) / (len(self) * (seq_length + 1))
+    def padding(self, seq_length: int, spare: int = 0) -> float:
+        """Return the share of ids that is empty while each item leaves ``spare`` of its own empty."""
+        empty = self.kinds[:-1, 2] + spare * np.add.reduceat(self.rows[:, 1], self.kinds[:-1, 1])
+        return int(np.diff(self.kinds[:, 0]) @ empty) / (len(self) * (seq_length + 1))
 
     def items(self, i: int) -> NDArray[np.int64]:
         """Return the ranks of the items in a bin, from the longest to the shortest."""
@@ -49,6 +51,14 @@ class Bins(NamedTuple):
         (first_bin, first_row, _), (_, end, _) = self.kinds[kind : kind + 2].tolist()
         rows = self.rows[first_row:end].tolist()
         return np.concatenate([np.arange(n) + first + n * (i - first_bin) for first, n in rows])
+
+    def of_items(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the bins that hold the items of ``ranks [n]``."""
+        used = np.flatnonzero(self.rows[:, 1])
+        by_rank = used[np.argsort(self.rows[used, 0])]  # the rows of a kind hold consecutive ranks
+        row = by_rank[np.searchsorted(self.rows[by_rank, 0], ranks, side="right") - 1]
+        kind = np.searchsorted(self.kinds[:, 1], row, side="right") - 1
+        return self.kinds[kind, 0] + (ranks - self.rows[row, 0]) // self.rows[row, 1]
 
     def ends(self, bins: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the ranks of the first and of the last item in each of the ``bins [n]``."""
@@ -166,23 +176,27 @@ def piece_lengths(lengths: NDArray[np.int64], seq_length: int) -> tuple[NDArray[
     return first, pieces
 
 
-def pack_files(indexed: IndexedDataset, seq_length: int) -> Bins:
+def pack_files(indexed: IndexedDataset, seq_length: int, spare: int = 0) -> Bins:
     """Return the bins of all documents of token files."""
-    _, pieces = piece_lengths(document_lengths(indexed, range(indexed.num_documents)), seq_length)
-    return pack(np.bincount(pieces, minlength=seq_length + 2))
+    _, pieces = piece_lengths(document_lengths(indexed, range(indexed.num_documents)), seq_length - spare)
+    return pack(np.bincount(pieces + spare, minlength=seq_length + 2))
 
 
-def build_packing(lengths: NDArray[np.int64], num_samples: int | None, seq_length: int, seed: int) -> PackedOrder:
+def build_packing(
+    lengths: NDArray[np.int64], num_samples: int | None, seq_length: int, seed: int, spare: int = 0
+) -> PackedOrder:
     """Pack documents of ``lengths [n]``, and order at least ``num_samples`` samples, or those of one epoch.
+
+    Every piece has room for ``spare`` more ids.
 
     Raises:
         DataError: if no document has two tokens.
     """
-    first, pieces = piece_lengths(lengths, seq_length)
+    first, pieces = piece_lengths(lengths, seq_length - spare)
     if not len(pieces):
         seen = f"{len(lengths):,} documents, none of which has two tokens, leave nothing to predict"
         raise DataError(seen, "documents of more tokens")
-    bins = pack(np.bincount(pieces, minlength=seq_length + 2))
+    bins = pack(np.bincount(pieces + spare, minlength=seq_length + 2))
     epochs = 1 if num_samples is None else -(-num_samples // len(bins))
     order = np.empty((epochs, len(pieces)), shuffle_dtype(len(pieces)))
     shuffle = np.empty((epochs, len(bins)), shuffle_dtype(len(bins)))
@@ -198,48 +212,70 @@ def build_packing(lengths: NDArray[np.int64], num_samples: int | None, seq_lengt
 class BestFitDataset(SourceDataset):
     """Samples of ``seq_length`` tokens that hold one or more pieces of documents, and padding at the end."""
 
-    def __init__(self, indexed: IndexedDataset, part: range, packing: PackedOrder, seq_length: int) -> None:
-        self.seq_length, self.part, self.packing = seq_length, part, packing
+    def __init__(
+        self, indexed: IndexedDataset, part: range, packing: PackedOrder, seq_length: int, spare: int = 0
+    ) -> None:
+        self.seq_length, self.part, self.packing, self.spare = seq_length, part, packing, spare
+        self._stride = seq_length - spare
         self.epochs, self.largest_table = len(packing.order), packing.order
         self.source = indexed.prefix
         self._indexed = indexed
         self._documents = documents_of(indexed, part)
         bounds = indexed.documents[[self._documents.start, self._documents.stop]].tolist()
         self.tokens = indexed.count_tokens(range(*bounds))  # in one epoch
-        self.padding = packing.bins.padding(seq_length)
+        self.padding = packing.bins.padding(seq_length, spare)  # share of the samples, if no piece grows
 
     def __len__(self) -> int:
         return self.packing.shuffle.size
 
-    def __getitem__(self, i: int) -> Sample:
-        text = np.zeros(self.seq_length + 1, dtype=np.int64)
-        documents = np.empty(self.seq_length + 1, dtype=np.int64)
-        start = number = 0
-        for number, spans in enumerate(self._pieces(i), 1):
-            for _, sequence, offset, tokens in spans:
-                here = slice(start, start := start + tokens)
-                text[here], documents[here] = self._indexed.get(sequence, offset, tokens), number
-        documents[start:] = number + 1  # padding
-        loss_mask = (documents[1:] == documents[:-1]).astype(np.float32)
-        loss_mask[max(start - 1, 0) :] = 0.0
-        return Sample(text[:-1], text[1:], loss_mask, documents[:-1])
+    def pieces(self, i: int) -> list[Piece]:
+        """See `SourceDataset.pieces`."""
+        pieces = []
+        for spans in self._spans(i):
+            ids = [self._indexed.get(sequence, offset, tokens) for _, sequence, offset, tokens in spans]
+            pieces.append(Piece(spans[0].sequence, spans[0].offset, np.concatenate(ids)))
+        return pieces
+
+    def assemble(self, pieces: Sequence[Piece], pad: int | None = None) -> Sample:
+        """See `SourceDataset.assemble`; the default of ``pad`` is 0."""
+        ids = [piece.ids for piece in pieces]
+        text = np.full(self.seq_length + 1, pad or 0, dtype=np.int64)
+        documents = np.full(self.seq_length + 1, len(ids), dtype=np.int64)  # padding is the last one
+        held = sum(map(len, ids))
+        text[:held], documents[:held] = np.concatenate(ids), np.repeat(np.arange(len(ids)), [*map(len, ids)])
+        counts = (documents[1:] == documents[:-1]) & (documents[1:] < len(ids))
+        return Sample(text[:-1], text[1:], counts.astype(np.float32), documents[:-1])
 
     def spans(self, i: int) -> tuple[Span, ...]:
         """See `Dataset.spans`."""
-        return tuple(span for piece in self._pieces(i) for span in piece)
+        return tuple(span for piece in self._spans(i) for span in piece)
 
-    def _pieces(self, i: int) -> list[list[Span]]:
+    def places_of(self, sequences: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """See `Dataset.places_of`; of documents that hold these sequences."""
+        numbers = sequences.get(self.source, np.empty(0, np.int64))
+        documents = np.unique(np.searchsorted(self._indexed.documents, numbers, side="right") - 1)
+        inside = documents[(documents >= self._documents.start) & (documents < self._documents.stop)]
+        first = self.packing.first
+        parts = [np.arange(first[i], first[i + 1]) for i in (inside - self._documents.start).tolist()]
+        pieces, held = np.concatenate([np.empty(0, np.int64), *parts]), []
+        for order, shuffle in zip(self.packing.order, self.packing.shuffle):
+            in_bins = np.zeros(len(shuffle), dtype=np.bool_)
+            in_bins[self.packing.bins.of_items(np.flatnonzero(np.isin(order, pieces)))] = True
+            held.append(in_bins[shuffle])
+        return np.flatnonzero(np.concatenate(held))
+
+    def _spans(self, i: int) -> list[list[Span]]:
         """Return where the pieces of sample ``i`` lie; a document of several sequences has several spans."""
         epoch, place = self._place(i)
         ranks = self.packing.bins.items(int(self.packing.shuffle[epoch, place]))
         pieces = self.packing.order[epoch, ranks].astype(np.int64)
         documents = np.searchsorted(self.packing.first, pieces, side="right") - 1
-        offsets = (pieces - self.packing.first[documents]) * self.seq_length
+        offsets = (pieces - self.packing.first[documents]) * self._stride
         return [self._spans_of(*each) for each in zip((documents + self._documents.start).tolist(), offsets.tolist())]
 
     def _spans_of(self, document: int, offset: int) -> list[Span]:
         """Return the spans of the piece of a document that begins at token ``offset``."""
-        spans, wanted = [], self.seq_length + 1
+        spans, wanted = [], self._stride + 1
         for sequence in range(*self._indexed.documents[document : document + 2].tolist()):
             length = int(self._indexed.lengths[sequence])
             if tokens := max(min(length - offset, wanted), 0):
@@ -265,7 +301,7 @@ class BestFitDataset(SourceDataset):
     @cached_property
     def fingerprint(self) -> str:
         """See `packed_fingerprint`."""
-        return packed_fingerprint(self._indexed, self.part, self.seq_length)
+        return packed_fingerprint(self._indexed, self.part, self.seq_length, self.seq_length - self._stride)
 
     def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Hash the first and the last piece of each of the samples ``places [n]``."""
@@ -275,6 +311,6 @@ class BestFitDataset(SourceDataset):
         return splitmix64(first) ^ last
 
 
-def packed_fingerprint(indexed: IndexedDataset, part: range, seq_length: int) -> str:
-    """Return 16 hexadecimal digits of the files' content, the sequences of the split and the sample length."""
-    return fingerprint("best-fit", files_fingerprint(indexed, part, seq_length))
+def packed_fingerprint(indexed: IndexedDataset, part: range, seq_length: int, spare: int = 0) -> str:
+    """Return 16 hexadecimal digits of the files' content, the sequences of the split and the sizes."""
+    return fingerprint("best-fit", files_fingerprint(indexed, part, seq_length), spare)

@@ -59,10 +59,13 @@ class StageUse:
         return sum(use.samples for use in self.sources)
 
 
-def blend_usage(config: RunConfig, world_size: int, origin: Origin = WHOLE_RUN) -> list[StageUse]:
+def blend_usage(
+    config: RunConfig, world_size: int, origin: Origin = WHOLE_RUN, resumes: bool = False
+) -> list[StageUse]:
     """Return the stages of a run on token files; a blend is one stage.
 
-    Numbers of a mixture are exact, those of a blend within a sample.
+    Numbers of a mixture are exact, those of a blend within a sample. A run that ``resumes`` may be longer than it was
+    planned; then its last stage is longer.
 
     Raises:
         UserError: if a mixture does not fit the run, or reads a source more often than it may.
@@ -75,7 +78,7 @@ def blend_usage(config: RunConfig, world_size: int, origin: Origin = WHOLE_RUN) 
         return [StageUse("run", length, tuple(_blend(config, samples)))]
     mixture = read_mixture(data.data_mixture).select(data.data_mixture_stages)
     once = {name: count_tokens(source.paths) for name, source in mixture.sources.items()}
-    slack = config.diloco.streams * full_global_batch_size(training, dp) * length
+    slack = length * (samples if resumes else config.diloco.streams * full_global_batch_size(training, dp))
     stages = []
     for plan in plan_stages(mixture, samples * length, length, once, origin.sources, slack):
         numbers = zip(once.items(), plan.begins, plan.counts)
@@ -115,31 +118,34 @@ def _blend(config: RunConfig, samples: int) -> Iterator[SourceUse]:
         yield SourceUse(prefix, tokens, 0, count * config.training.seq_length, count, weights[prefix] / total)
 
 
-COLUMNS = ("stage", "source", "share", "tokens", "samples", "epochs", "in all", "repeated")
+COLUMNS = ("stage", "length", "source", "share", "tokens", "samples", "epochs", "in all", "repeated")
 """Columns of `usage_table`: the last two count from the beginning of the run."""
+
+LEFT = ("stage", "source")
 
 
 def usage_table(stages: Sequence[StageUse], most: int | None = None) -> list[str]:
     """Return lines with the sources of each stage, of which the ``most`` largest are listed, and those of the run."""
     rows: list[tuple[str, ...]] = [COLUMNS]
     for stage in stages:
-        title = f"{stage.name} x {stage.seq_length:,}"
+        title = stage.name, f"{stage.seq_length:,}"
         uses = sorted(stage.sources, key=lambda use: -use.tokens)
         for use in uses[:most]:
-            rows.append((title, use.name, f"{use.share:.2%}", *_counts(use)))
-            title = ""
+            rows.append((*title, use.name, f"{use.share:.2%}", *_counts(use)))
+            title = "", ""
         if len(uses) > len(uses[:most]):
             tokens, samples = (sum(column) for column in zip(*((use.tokens, use.samples) for use in uses[most:])))
-            rows.append((title, f"{len(uses[most:]):,} more", "", f"{tokens:,}", f"{samples:,}", "", "", ""))
+            rows.append((*title, f"{len(uses[most:]):,} more", "", f"{tokens:,}", f"{samples:,}", "", "", ""))
     if len(stages) > 1:
-        total = sum(stage.tokens for stage in stages)
-        title = "all"
+        title = "all", ""
         for use in sorted(whole_run(stages), key=lambda use: -use.tokens)[:most]:
-            rows.append((title, use.name, f"{use.tokens / total:.2%}", *_counts(use)))
-            title = ""
+            rows.append((*title, use.name, f"{use.share:.2%}", *_counts(use)))
+            title = "", ""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [
-        "  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
+        "  ".join(
+            cell.ljust(w) if COLUMNS[i] in LEFT else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))
+        ).rstrip()
         for row in rows
     ]
 

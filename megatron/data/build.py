@@ -48,7 +48,9 @@ from megatron.data.blended_dataset import (
 )
 from megatron.data.chat import load_conversations
 from megatron.data.dataset import Dataset, MockDataset, SampleRequest, SourceDataset, split_kind, split_label
+from megatron.data.dataset_info import find_tokenizer
 from megatron.data.errors import DataError
+from megatron.data.fim_dataset import SPARE_IDS, FillInMiddle, FimDataset, fim_fingerprint
 from megatron.data.gpt_dataset import (
     GPTDataset,
     SampleOrder,
@@ -142,6 +144,7 @@ def file_segment_builders(
     data: DataConfig,
     read: Mapping[str, int],
     training: TrainingConfig,
+    vocab_size: int,
     cache: IndexCache | None,
     origin: Origin = WHOLE_RUN,
     batch: int = 1,
@@ -150,10 +153,12 @@ def file_segment_builders(
 
     Test data are left out, with a note, where only the default split asks for them and there are none. A mixture
     continues at the ``origin`` of the phase, and its stages may miss the end of the run by a ``batch`` of samples.
+    ``vocab_size`` is that of the model.
     """
     open_files = functools.cache(IndexedDataset)  # each is opened once however many splits read it
     seq_length = training.seq_length
     sources = resolve_sources(data, read)
+    fim = FillInMiddle.of(data, find_tokenizer(data, vocab_size)) if data.fim_data else None
     use_data_store(data, (prefix for source in sources.values() for prefix in source.blend.prefixes))
     builders: dict[str, FileSegmentBuilder | MixtureSegmentBuilder] = {}
     notes = []
@@ -168,7 +173,7 @@ def file_segment_builders(
         short = _short_part(parts, source, seq_length)
         if short is None:
             weights, packing = source.blend.weights, data.packing
-            builders[split] = FileSegmentBuilder(parts, weights, seq_length, training.seed, cache, packing)
+            builders[split] = FileSegmentBuilder(parts, weights, seq_length, training.seed, cache, packing, fim)
             continue
         default = data.split is None and source.split == DEFAULT_SPLIT
         indexed, sequences = short
@@ -250,15 +255,28 @@ class FileSegmentBuilder:
     seed: int  # of the first segment; each segment counts on, modulo 2**32
     cache: IndexCache | None  # stores the index tables; None builds them in memory
     packing: str = "concat"  # see ``--packing``
+    fim: FillInMiddle | None = None  # changes the documents
 
     @property
     def fingerprint(self) -> str:
         """`Dataset.fingerprint` of the segments, whose order is not built for it."""
-        of_part = files_fingerprint if self.packing == "concat" else packed_fingerprint
-        of_parts = [of_part(*part, self.seq_length) for part in self.parts]
+        of_parts = [self._fingerprint_of(*part) for part in self.parts]
         if self.weights is None and len(of_parts) == 1:
             return of_parts[0]
         return blend_fingerprint(of_parts, None if self.weights is None else normalize_weights(self.weights).tolist())
+
+    def _fingerprint_of(self, indexed: IndexedDataset, sequences: range) -> str:
+        """Return `Dataset.fingerprint` of a source."""
+        if self.packing == "concat":
+            found = files_fingerprint(indexed, sequences, self.seq_length)
+        else:
+            found = packed_fingerprint(indexed, sequences, self.seq_length, self._spare)
+        return found if self.fim is None else fim_fingerprint(found, self.fim)
+
+    @property
+    def _spare(self) -> int:
+        """Ids by which packed documents may grow."""
+        return 0 if self.fim is None else SPARE_IDS
 
     def __call__(self, num_samples: int, before: Sequence[Dataset] = ()) -> Dataset:
         """Build the segment of ``num_samples`` samples that follows the segments ``before``."""
@@ -273,9 +291,10 @@ class FileSegmentBuilder:
         """Build the samples of one source; of one epoch if ``num_samples`` is None."""
         build = self._concatenated if self.packing == "concat" else self._packed
         try:
-            return build(*part, num_samples, seed)
+            dataset = build(*part, num_samples, seed)
         except DataError as error:
             raise DataError(f"{part[0].prefix}: {error}") from error
+        return dataset if self.fim is None else FimDataset(dataset, self.fim, seed)
 
     def _concatenated(
         self, indexed: IndexedDataset, sequences: range, num_samples: int | None, seed: int
@@ -299,19 +318,18 @@ class FileSegmentBuilder:
         return {"files": indexed.fingerprint, **sizes, "seed": seed}
 
     def _packed(self, indexed: IndexedDataset, sequences: range, num_samples: int | None, seed: int) -> SourceDataset:
-        facts = self._facts(indexed, sequences, num_samples, seed)
+        facts = self._facts(indexed, sequences, num_samples, seed) | {"spare": self._spare}
 
         def build() -> Tables:
             lengths = document_lengths(indexed, documents_of(indexed, sequences))
-            packing = build_packing(lengths, num_samples, self.seq_length, seed)
+            packing = build_packing(lengths, num_samples, self.seq_length, seed, self._spare)
             first, bins, order, shuffle = packing
             return dict(zip(PACKING_TABLES, (first, *bins, order, shuffle)))
 
         tables = self._tables("packing", facts, build, indexed.prefix)
         first, kinds, rows, order, shuffle = (tables[name] for name in PACKING_TABLES)
-        return BestFitDataset(
-            indexed, sequences, PackedOrder(first, Bins(kinds, rows), order, shuffle), self.seq_length
-        )
+        packed = PackedOrder(first, Bins(kinds, rows), order, shuffle)
+        return BestFitDataset(indexed, sequences, packed, self.seq_length, self._spare)
 
     def _blend(self, num_samples: int, seed: int) -> BlendedDataset:
         """Blend the sources in proportion to their weights, at least ``num_samples`` samples in all.

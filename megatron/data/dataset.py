@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -96,8 +96,11 @@ class Dataset(Protocol):
     def places_of(self, sequences: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
         """Return the ascending numbers of the samples that hold a token of ``sequences``, ascending, by source."""
         wanted = {source: set(numbers.tolist()) for source, numbers in sequences.items()}
-        found = (any(span.sequence in wanted.get(span.source, ()) for span in self.spans(i)) for i in range(len(self)))
-        return np.flatnonzero(np.fromiter(found, dtype=np.bool_, count=len(self)))
+        held = [
+            any(span.tokens and span.sequence in wanted.get(span.source, ()) for span in self.spans(i))
+            for i in range(len(self))
+        ]
+        return np.flatnonzero(held)
 
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read from each source; empty for generated data."""
@@ -114,6 +117,14 @@ class Dataset(Protocol):
         return "\n".join(map(str, self.source_usage(tokens // self.seq_length)))
 
 
+class Piece(NamedTuple):
+    """Consecutive tokens of a document in a sample."""
+
+    sequence: int  # of the first token
+    offset: int  # tokens of the sequence before it
+    ids: NDArray[Any]  # ids [n]
+
+
 class SourceDataset(Dataset):
     """Samples of the sequences of one pair of token files, epoch after epoch."""
 
@@ -122,6 +133,18 @@ class SourceDataset(Dataset):
     tokens: int  # in one epoch
     epochs: int  # passes over the split
     largest_table: NDArray[Any]  # the largest table of the order
+    spare: int | None  # ids by which a piece may grow; None if samples are cut at their length
+
+    def __getitem__(self, i: int) -> Sample:
+        return self.assemble(self.pieces(i))
+
+    @abstractmethod
+    def pieces(self, i: int) -> list[Piece]:
+        """Return what sample ``i`` is made of, in order."""
+
+    @abstractmethod
+    def assemble(self, pieces: Sequence[Piece], pad: int | None = None) -> Sample:
+        """Make a sample of pieces, which may have changed their lengths if it is padded with id ``pad``."""
 
     @abstractmethod
     def epoch_of(self, i: int) -> int:

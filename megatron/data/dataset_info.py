@@ -140,6 +140,12 @@ def tokenizer_from_flags(data: DataConfig, vocab_size: int | None) -> Tokenizer 
     return build_tokenizer(TokenizerOptions.of(data, vocab_size if data.tokenizer_type in NEEDS_VOCAB_SIZE else None))
 
 
+def find_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
+    """Return the tokenizer recorded beside the data, else the one that the flags name; None without either."""
+    recorded = next((prefix for prefix, record in _records(data).items() if record is not None), None)
+    return tokenizer_from_flags(data, vocab_size) if recorded is None else load_recorded_tokenizer(recorded)
+
+
 def tokenizer_files_to_save(data: DataConfig, vocab_size: int | None) -> Mapping[str, bytes]:
     """Return the tokenizer files, by name, that are saved with a model trained on the data; none for generated data."""
     recorded = next((prefix for prefix, record in _records(data).items() if record is not None), None)

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
-from megatron.data.manifest import ORIGINS_SUFFIX, Sink
+from megatron.data.manifest import ORIGINS_SUFFIX, Writable
 
 ORIGINS_MAGIC = b"DOCORIG\x00"
 ORIGINS_VERSION = 1
@@ -123,7 +123,7 @@ class OriginsWriter:
             self._last = runs[-1].tolist()
             self.count += len(runs)
 
-    def write(self, file: Sink, documents: int, names: Sequence[str]) -> None:
+    def write(self, file: Writable, documents: int, names: Sequence[str]) -> None:
         """Write the file of origins of a pair with this number of documents; ``names`` are those of the files.
 
         Files that no document comes from are left out.

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron.config.data_paths import split_shares
-from megatron.data.dataset import Sample, SourceDataset, SourceUsage, Span, fingerprint, splitmix64
+from megatron.data.dataset import Piece, Sample, SourceDataset, SourceUsage, Span, fingerprint, splitmix64
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 
@@ -49,7 +49,7 @@ class GPTDataset(SourceDataset):
     def __init__(self, indexed: IndexedDataset, order: SampleOrder) -> None:
         self.order, self.part, self.seq_length = order, order.part, order.seq_length
         self.epochs, self.largest_table = order.epochs, order.document_index
-        self.source = indexed.prefix
+        self.source, self.spare = indexed.prefix, None
         self.tokens = indexed.count_tokens(order.part)  # in one epoch
         self._indexed = indexed
 
@@ -74,11 +74,22 @@ class GPTDataset(SourceDataset):
         last = self.order.document_index.take(end[:, 0]).astype(np.uint64)
         return splitmix64(first << np.uint64(32) | begin[:, 1].astype(np.uint64)) ^ last
 
-    def __getitem__(self, i: int) -> Sample:
+    def pieces(self, i: int) -> list[Piece]:
+        """See `SourceDataset.pieces`."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)}")
-        parts = [self._indexed.get(sequence, offset, length) for sequence, offset, length in self._pieces(i)]
-        return Sample.of(np.concatenate(parts, dtype=np.int64))
+        return [
+            Piece(sequence, offset, self._indexed.get(sequence, offset, n)) for sequence, offset, n in self._pieces(i)
+        ]
+
+    def assemble(self, pieces: Sequence[Piece], pad: int | None = None) -> Sample:
+        """See `SourceDataset.assemble`."""
+        text = np.concatenate([piece.ids for piece in pieces], dtype=np.int64)[: self.seq_length + 1]
+        if pad is None:
+            return Sample.of(text)
+        missing = self.seq_length + 1 - len(text)
+        counts = np.arange(1, self.seq_length + 1) < len(text)  # labels that are no padding
+        return Sample.of(np.pad(text, (0, missing), constant_values=pad))._replace(loss_mask=counts.astype(np.float32))
 
     def epoch_of(self, i: int) -> int:
         """See `SourceDataset.epoch_of`."""

@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron.checkpoint.durable_files import LockState, durable_rename, sync_file, sync_folder, try_lock, write_file
 from megatron.config.files import read_small
+from megatron.config.text import listed
 from megatron.data.document_origins import RUN, UNKNOWN_FILE, DocumentOrigins, OriginsWriter
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import (
@@ -42,8 +43,8 @@ from megatron.data.manifest import (
     MANIFEST_SUFFIX,
     ORIGINS_SUFFIX,
     BlockChecksums,
+    DatasetManifest,
     FileChecksums,
-    Manifest,
     merge_fields,
 )
 from megatron.data.tokenizers.base import read_tokenizer_file
@@ -221,7 +222,10 @@ class IndexedDatasetWriter:
         self._origins.add(runs, self.num_documents)
 
     def add_pair(
-        self, data: IndexedDataset, report: Callable[[int], None] = lambda _: None, manifest: Manifest | None = None
+        self,
+        data: IndexedDataset,
+        report: Callable[[int], None] = lambda _: None,
+        manifest: DatasetManifest | None = None,
     ) -> None:
         """Append all documents of another pair of the same id type, copying its bytes.
 
@@ -291,7 +295,7 @@ class IndexedDatasetWriter:
         if self._manifest is not None:
             counts = {"documents": self.num_documents, "sequences": self._sequences, "tokens": self.num_tokens}
             facts = {name: value for name, value in self._manifest.items() if name != "counts"}
-            manifest = Manifest(files, self._fingerprint(), self._manifest.get("counts", {}) | counts, facts)
+            manifest = DatasetManifest(files, self._fingerprint(), self._manifest.get("counts", {}) | counts, facts)
             self._temporary(MANIFEST_SUFFIX).unlink(missing_ok=True)
             write_file(self._temporary(MANIFEST_SUFFIX), manifest.to_bytes())
 
@@ -527,6 +531,26 @@ def check_output(inputs: Sequence[str], parts: Sequence[MergeInput], output: str
         raise DataError(f"{needed:,} bytes are needed in {folder}, which has {free:,} free", "another --output-prefix")
 
 
+def in_shard_order(parts: Sequence[MergeInput]) -> tuple[list[MergeInput], str | None]:
+    """Return the parts in the order of their shards if all are shards of one corpus, and a note if some are missing.
+
+    Raises:
+        DataError: when a shard is there twice.
+    """
+    manifests = [DatasetManifest.read(part.prefix) for part in parts]
+    shards = [manifest.facts.get("shard") if manifest else None for manifest in manifests]
+    known = [(number, of) for number, of in filter(None, shards)]
+    if len(known) < len(parts) or len({of for _, of in known}) > 1:
+        return list(parts), None
+    by_number: dict[int, MergeInput] = {}
+    for (number, of), part in zip(known, parts):
+        if (other := by_number.setdefault(number, part)) is not part:
+            raise DataError(f"{other.prefix} and {part.prefix} are both shard {number}/{of}", f"rm {part.prefix}.*")
+    missing = sorted({*range(known[0][1])} - {*by_number})
+    note = f"of {known[0][1]} shards, these are not there: {listed(missing, 8)}" if missing else None
+    return [by_number[number] for number in sorted(by_number)], note
+
+
 def merge_datasets(parts: Sequence[MergeInput], output: str, report: Callable[[int], None] = lambda _: None) -> None:
     """Write the pair ``output``, with the tokenizer record and files of the part with the most complete record.
 
@@ -553,7 +577,7 @@ def merge_datasets(parts: Sequence[MergeInput], output: str, report: Callable[[i
     for of_part in origins:
         for name in of_part.files if of_part else ():
             names.setdefault(name, len(names))
-    manifests = [Manifest.read(part.prefix) for part in parts]
+    manifests = [DatasetManifest.read(part.prefix) for part in parts]
     manifest = merge_fields(manifests)
     with IndexedDatasetWriter(output, parts[0].dtype, extra_files, None, list(names) or None, manifest) as writer:
         for part, of_part, checksums in zip(parts, origins, manifests):

@@ -483,7 +483,7 @@ def build_data(
         build_notes = [n for name in used for n in load_conversations(data, name, training.seq_length, pairs).notes]
     else:
         batch = stream[1] * full_global_batch_size(training, dp_size)
-        builders, build_notes = file_segment_builders(data, used, training, cache, origin, batch)
+        builders, build_notes = file_segment_builders(data, used, training, vocab_size, cache, origin, batch)
     used = {name: count for name, count in used.items() if name in builders}
     requested = requested_samples(training, dp_size, begin)
     requested["train"] *= stream[1]

@@ -26,7 +26,7 @@ DIGEST_BYTES = 8
 COPY_AGAIN = "copy the files of the pair again"
 
 
-class Sink(Protocol):
+class Writable(Protocol):
     """Anything with the method ``write`` of a binary file."""
 
     def write(self, content: Any, /) -> object:
@@ -36,7 +36,7 @@ class Sink(Protocol):
 class BlockChecksums:
     """Checksums of a file, block by block, while it is written in order."""
 
-    def __init__(self, target: Sink, digests: IO[bytes] | None = None) -> None:
+    def __init__(self, target: Writable, digests: IO[bytes] | None = None) -> None:
         """Pass on what is written to ``target``; the checksums of complete blocks go to ``digests``, or are kept."""
         self._target, self._digests = target, digests
         self._kept: list[bytes] = []
@@ -121,7 +121,7 @@ class _Nowhere:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DatasetManifest:
     """What a pair of token files holds, and how it was made."""
 
     files: Mapping[str, FileChecksums]  # by suffix
@@ -130,7 +130,7 @@ class Manifest:
     facts: Mapping[str, Any] = field(default_factory=dict)  # the other fields, see docs/formats.md
 
     @classmethod
-    def read(cls, prefix: str | Path) -> Manifest | None:
+    def read(cls, prefix: str | Path) -> DatasetManifest | None:
         """Read ``<prefix>.manifest.json``; None if there is none.
 
         Raises:
@@ -143,7 +143,7 @@ class Manifest:
             return None
 
     @classmethod
-    def parse(cls, content: bytes, name: str) -> Manifest:
+    def parse(cls, content: bytes, name: str) -> DatasetManifest:
         """Return the manifest with this content; ``name`` is used in messages."""
         try:
             fields = parse_json(content)
@@ -174,7 +174,7 @@ class Manifest:
 
 def recorded_fingerprint(prefix: str) -> str | None:
     """Return the fingerprint of a pair as its manifest records it; None without a manifest."""
-    manifest = Manifest.read(prefix)
+    manifest = DatasetManifest.read(prefix)
     return None if manifest is None else manifest.fingerprint
 
 
@@ -210,7 +210,7 @@ class InputRecords:
             yield {"file": names[file], **more, "bytes": stored, "xxh3": digest}
 
 
-def merge_fields(manifests: Sequence[Manifest | None]) -> dict[str, Any]:
+def merge_fields(manifests: Sequence[DatasetManifest | None]) -> dict[str, Any]:
     """Return the fields of a pair merged from pairs with these manifests, for `IndexedDatasetWriter`.
 
     Numbers that are counts are sums, inputs are listed one after the other, and other fields are kept where all parts
@@ -223,7 +223,7 @@ def merge_fields(manifests: Sequence[Manifest | None]) -> dict[str, Any]:
     inputs = [each.get("inputs") for each in facts]
     together = {
         "inputs": None if None in inputs else _fold([record for each in inputs if each for record in each]),
-        "dropped": _sums([each.get("dropped", {}) for each in facts]),
+        "dropped": dict(sorted(_sums([each.get("dropped", {}) for each in facts]).items())),
     }
     fields = {}
     for name, value in facts[0].items():

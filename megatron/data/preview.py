@@ -12,9 +12,11 @@ from megatron.config.data_paths import SPLITS, Blend, SplitSource, data_sources,
 from megatron.config.run import RunConfig
 from megatron.config.text import listed
 from megatron.data.best_fit_dataset import pack_files
+from megatron.data.blend_usage import blend_usage, usage_table, whole_run
 from megatron.data.build import file_segment_builders, resolve_sources
 from megatron.data.dataset import split_heading, split_kind
 from megatron.data.dataset_info import find_tokenizer_info
+from megatron.data.fim_dataset import SPARE_IDS
 from megatron.data.gpt_dataset import split_ranges
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import DataSource, build_data, build_masks, note_many_epochs, split_sample_counts
@@ -61,10 +63,17 @@ def preview_data(
     if config.data.chat_data_path or config.data.generated:
         return _generated(config, dp, begin, segments).summary()
     tokens = streams * final_consumed_samples(config.training, dp, *begin) * config.training.seq_length
-    packed = None if config.data.packing == "concat" else config.training.seq_length
+    length = config.training.seq_length
+    packed = None if config.data.packing == "concat" else (length, SPARE_IDS * config.data.fim_data)
     read = split_sample_counts(config.data, config.training, dp, begin, streams=streams)
     sources = data_sources(config.data)
-    rows = list(_rows(sources, tokens, packed))
+    mixture = [] if config.data.data_mixture is None else blend_usage(config, world_size, resumes=iteration > 0)
+    if mixture:
+        table = usage_table(mixture, MAX_DATASETS_SHOWN)
+        rows = [f"{'train' if line is table[0] else '':<11}{line}" for line in table]
+        rows += _rows({name: source for name, source in sources.items() if name != "train"}, tokens, packed)
+    else:
+        rows = list(_rows(sources, tokens, packed))
     prefix = config.model.attention_prefix
     if prefix or any(getattr(config.data, flag) for flag in DOCUMENT_BOUNDARY_OPTIONS):
         known = find_tokenizer_info(config.data, config.model.vocab)
@@ -73,17 +82,22 @@ def preview_data(
     skips = SampleSkips(
         config.data, config.training.seq_length, (segments or {}).get(SKIPPED, ()), streams * consumed_samples
     )
-    skips.check_sources(sources["train"].blend.prefixes)
     notes = skips.notes(tokens // config.training.seq_length)
     needed = {split: source for split, source in resolve_sources(config.data, read).items() if split in read}
     prefixes = dict.fromkeys(prefix for source in needed.values() for prefix in source.blend.prefixes)
     sequences = {prefix: len(IndexedDataset(prefix, verify=False)) for prefix in prefixes}
-    if any(_fewest_sequences(split, source, sequences) < FEW_SEQUENCES for split, source in needed.items()):
-        notes += file_segment_builders(config.data, read, config.training, None)[1]
-    train = sources["train"]
-    part = 1.0 if train.split is None else split_shares(train.split)[0]
-    most_read = max(_dataset_use(train.blend, tokens, part, packed), key=lambda use: use.epochs)
-    note = note_many_epochs(most_read.prefix, most_read.epochs)
+    if config.data.fim_data or any(
+        _fewest_sequences(split, source, sequences) < FEW_SEQUENCES for split, source in needed.items()
+    ):
+        notes += file_segment_builders(config.data, read, config.training, config.model.vocab, None)[1]
+    if mixture:
+        most_used = max(whole_run(mixture), key=lambda use: use.epochs_at_end)
+        note = note_many_epochs(most_used.name, most_used.epochs_at_end)
+    else:
+        train = sources["train"]
+        part = 1.0 if train.split is None else split_shares(train.split)[0]
+        most_read = max(_dataset_use(train.blend, tokens, part, packed), key=lambda use: use.epochs)
+        note = note_many_epochs(most_read.prefix, most_read.epochs)
     if note is not None:
         notes.append(note)
     return rows + [f"{'note':<11}{note}" for note in notes]
@@ -102,7 +116,7 @@ def data_fingerprints(
     if data.generated or data.chat_data_path:
         return _generated(config, dp, begin, segments).fingerprints
     read = split_sample_counts(data, training, dp, begin, streams=streams)
-    builders, _ = file_segment_builders(data, read, training, None)
+    builders, _ = file_segment_builders(data, read, training, config.model.vocab, None)
     return {split: builder.fingerprint for split, builder in builders.items()}
 
 
@@ -122,7 +136,7 @@ def _fewest_sequences(split: str, source: SplitSource, sequences: Mapping[str, i
     return min(len(split_ranges(source.split, count)[SPLITS.index(split_kind(split))]) for count in counts)
 
 
-def _rows(sources: Mapping[str, SplitSource], tokens: int, packed: int | None) -> Iterator[str]:
+def _rows(sources: Mapping[str, SplitSource], tokens: int, packed: tuple[int, int] | None) -> Iterator[str]:
     """Yield a line for each dataset of a run that trains on ``tokens`` tokens; see `_dataset_use`."""
     ratios = next((source.split for source in sources.values() if source.split is not None), None)
     if ratios is None:
@@ -142,7 +156,7 @@ def _rows(sources: Mapping[str, SplitSource], tokens: int, packed: int | None) -
         yield f"{'valid':<11}each by itself: {listed(sets, MAX_DATASETS_SHOWN)}"
 
 
-def _datasets(blend: Blend, tokens: int, part: float, packed: int | None) -> Iterator[str]:
+def _datasets(blend: Blend, tokens: int, part: float, packed: tuple[int, int] | None) -> Iterator[str]:
     """Yield a line for each dataset of a blend, as `_dataset_use`."""
     for use in _dataset_use(blend, tokens, part, packed):
         weight = f"{_percent(use.share)} " if len(blend.prefixes) > 1 and use.share else ""
@@ -155,11 +169,11 @@ def _datasets(blend: Blend, tokens: int, part: float, packed: int | None) -> Ite
         yield f"and {len(blend.prefixes) - MAX_DATASETS_SHOWN:,} more"
 
 
-def _dataset_use(blend: Blend, tokens: int, part: float, packed: int | None) -> list[DatasetUse]:
+def _dataset_use(blend: Blend, tokens: int, part: float, packed: tuple[int, int] | None) -> list[DatasetUse]:
     """Return the listed datasets of a blend, of which the fraction ``part`` is used, with their shares and epochs.
 
-    ``tokens`` are those that training reads, padding included. ``packed`` is the length of samples that documents are
-    packed into; None if they are not.
+    ``tokens`` are those that training reads, padding included. ``packed`` are the length of samples that documents are
+    packed into, and what is spared for each; None if they are not.
     """
     shown = [IndexedDataset(prefix, verify=False) for prefix in blend.prefixes[:MAX_DATASETS_SHOWN]]
     lengths = [data.num_tokens for data in shown]
@@ -168,9 +182,9 @@ def _dataset_use(blend: Blend, tokens: int, part: float, packed: int | None) -> 
     shares = [*(weight / total for weight in weights), *[0.0] * len(shown)]
     uses = []
     for data, size, share in zip(shown, lengths, shares):
-        bins = None if packed is None else pack_files(data, packed)
-        once = size if packed is None or bins is None else len(bins) * packed
-        padding = None if packed is None or bins is None else bins.padding(packed)
+        bins = None if packed is None else pack_files(data, *packed)
+        once = size if packed is None or bins is None else len(bins) * packed[0]
+        padding = None if packed is None or bins is None else bins.padding(*packed)
         epochs = tokens * share / (once * part) if once else 0.0
         uses.append(DatasetUse(data.prefix, data.num_documents, size, share, epochs, padding))
     return uses

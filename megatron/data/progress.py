@@ -95,6 +95,7 @@ class PreprocessTotals:
     text_bytes: int = 0  # UTF-8 bytes of the texts of all keys
     tokens: int = 0  # of all keys
     bad: int = 0  # documents skipped, and files not readable to their end
+    dropped: dict[str, int] = field(default_factory=dict)  # documents left out, by reason
     before: PreprocessTotals | None = field(default=None, compare=False)  # of the interrupted run that is continued
 
     def rates(self, seconds: float) -> str:

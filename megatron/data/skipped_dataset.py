@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
+from megatron.config.data_paths import data_sources
 from megatron.config.errors import Problem, UserError
 from megatron.config.text import counted, did_you_mean, listed, shell_word
 from megatron.data.dataset import Dataset, Sample, SourceUsage, Span
@@ -164,7 +165,8 @@ class SampleSkips:
             raise UserError([consumed_problem(read, wanted, self.position)])
         self.ranges = past | wanted.clip(self.position, 2**63 - 1)  # those found so far
         documents = {} if data.generated or data.chat_data_path else data.document_ranges()
-        self._sequences = {prefix: _sequences(prefix, parts) for prefix, parts in documents.items()}
+        sources = data_sources(data)["train"].blend.prefixes if documents else ()
+        self._sequences = {prefix: _sequences(prefix, parts, sources) for prefix, parts in documents.items()}
         self.documents = 0  # samples ahead that are skipped because of documents
         self._searched = self._empty = 0  # places searched, and segments in a row without a sample to keep
 
@@ -175,10 +177,8 @@ class SampleSkips:
         """Search the next segment for samples to skip; return the number of the others.
 
         Raises:
-            UserError: if documents are not of a source of the data.
             DataError: if nothing is left.
         """
-        self.check_sources([usage.source for usage in segment.source_usage(0)])
         begin, self._searched = self._searched, self._searched + len(segment)
         if self._sequences and self._searched > self.position:
             found = segment.places_of(self._sequences) + begin
@@ -194,15 +194,6 @@ class SampleSkips:
     def missing(self, samples: int) -> int:
         """Return how many further places must be searched at least for ``samples`` samples to be left."""
         return self.ranges.end(samples) - self._searched
-
-    def check_sources(self, sources: Sequence[str]) -> None:
-        """Raise UserError if documents are not of one of the ``sources`` of the data."""
-        for prefix in self._sequences:
-            if prefix not in sources:
-                meant = did_you_mean(prefix, sources)
-                fix = () if meant is None else (f"--skip-documents {shell_word(meant)}:ID",)
-                sentence = f"--skip-documents: {prefix} is not a source of the training data: {listed(sources)}"
-                raise UserError([Problem("E543", sentence, fix)])
 
     def notes(self, samples: int) -> list[str]:
         """Return notes on what the first ``samples`` samples of the run skip."""
@@ -233,8 +224,13 @@ def consumed_problem(read: PlaceRanges, wanted: PlaceRanges, position: int) -> P
     return Problem("E542", sentence, (*((f"--skip-samples {ahead.replace(',', '')}",) if ahead else ()), earlier))
 
 
-def _sequences(prefix: str, documents: Sequence[range]) -> NDArray[np.int64]:
-    """Return the numbers of the sequences of documents, ascending."""
+def _sequences(prefix: str, documents: Sequence[range], sources: Sequence[str]) -> NDArray[np.int64]:
+    """Return the numbers of the sequences of documents, ascending; ``sources`` are the prefixes of the data."""
+    if prefix not in sources:
+        meant = did_you_mean(prefix, sources)
+        fix = () if meant is None else (f"--skip-documents {shell_word(meant)}:ID",)
+        sentence = f"--skip-documents: {prefix} is not a source of the training data: {listed(sources)}"
+        raise UserError([Problem("E543", sentence, fix)])
     try:
         data = IndexedDataset(prefix, verify=False)
     except DataError as error:

@@ -40,8 +40,8 @@ from megatron.data.manifest import (
     MANIFEST_SUFFIX,
     ORIGINS_SUFFIX,
     BlockChecksums,
+    DatasetManifest,
     FileChecksums,
-    Manifest,
 )
 
 SMALL_SUFFIXES = (MANIFEST_SUFFIX, "tokens.json", ORIGINS_SUFFIX, "idx")
@@ -267,7 +267,7 @@ class RemotePrefix(NamedTuple):
 
     local: str  # prefix of the copies of its small files
     tokens: RemoteTokens
-    manifest: Manifest | None
+    manifest: DatasetManifest | None
 
     def fingerprint(self, compute: Callable[[Callable[[Sequence[int], int], Iterable[bytes]]], str]) -> str:
         """Return that of the manifest, else the result of ``compute`` with a sample, which is kept in the cache."""
@@ -341,7 +341,7 @@ class TokenStore:
             suffix = key.removeprefix(f"{name}.")
             self._copy(each, copies / key, None if manifest is None else manifest.files.get(suffix))
             if suffix == MANIFEST_SUFFIX:
-                manifest = Manifest.read(copies / name)
+                manifest = DatasetManifest.read(copies / name)
         if manifest is not None and (known := manifest.files.get("bin")) is not None:
             if known.bytes != source.size:
                 seen = f"{source.path} has {source.size:,} bytes, but by its manifest {known.bytes:,}"

@@ -75,6 +75,7 @@ class Mesh:
         # All groups of the world, in the order of creation.
         self.created: list[GroupInfo] = []
         self._handles: dict[tuple[str, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
+        self._background: list[dist.ProcessGroup | None] = []
         partitions = {axes: layout.groups(axes) for axes in AXES_IN_USE}
         sizes = {self._name(axes): len(parts[0]) for axes, parts in partitions.items()}
         self.meter = CommMeter([name for name, size in sizes.items() if size > 1] + [BUBBLE] * bool(edges))
@@ -110,6 +111,12 @@ class Mesh:
             axes: self._create(self._shard_partition(axes, optimizer_instances), self._name(axes), use)
             for axes in REDUCTION_GROUPS
         }
+
+    def close(self) -> None:
+        """Destroy this rank's groups, after the last collective of all ranks; the default group remains."""
+        for handle in [*self._handles.values(), *self._background]:
+            if handle is not None:
+                dist.destroy_process_group(handle)
 
     def group(self, *axes: str) -> Group:
         """Return the ranks that differ from this one only along ``axes``.
@@ -166,6 +173,7 @@ class Mesh:
         """Create a gloo group of all ranks, for background threads. Collective."""
         ranks = self.world.ranks
         handle = dist.new_group(list(ranks), timeout=self._timeout, backend="gloo") if len(ranks) > 1 else None
+        self._background.append(handle)
         return Group(ranks, self.world.rank, handle)
 
     def tp_subgroup(self, tp_ranks: tuple[int, ...]) -> Group:

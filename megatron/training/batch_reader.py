@@ -39,6 +39,7 @@ class Progress:
     consumed_samples: int = 0
     total_steps: int = 0  # at the end of the current phase
     origin: Origin = WHOLE_RUN  # of the current phase
+    later: tuple[int, int] = (0, 0)  # steps and tokens of the phases after it
     # steps and samples of the phase at which the current batch size options took effect
     batches_since: tuple[int, int] = (0, 0)
     evaluated: dict[str, int] = field(default_factory=dict)  # by split: steps taken before the last evaluation on it

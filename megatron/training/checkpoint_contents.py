@@ -153,6 +153,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
     """
     progress = trainer.progress
     iteration, consumed_samples = progress.batches_since
+    name = trainer.config.training.phase_name or ""
     states = {component.name: _state_of(component) for component in trainer.components if component.name}
     return {
         "iteration": progress.iteration,
@@ -161,7 +162,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
         "evaluated": dict(progress.evaluated),
         "losses": {split: loss for split, loss in progress.losses.items() if math.isfinite(loss)},
         "run_id": progress.run_id,
-        **({"phase": progress.origin.to_state()} if progress.origin != WHOLE_RUN else {}),
+        **({"phase": {"name": name, **progress.origin.to_state()}} if name or progress.origin != WHOLE_RUN else {}),
         **{name: state for name, state in states.items() if state},
         "written_by": {
             "layout": dict(trainer.mesh.layout.sizes),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -114,6 +114,15 @@ def choose_resume_source(options: CheckpointConfig, world: Group, nodes: NodeChe
     return source if nodes is None else nodes.add_to(source)
 
 
+class NoCheckpointLeftError(UserError):
+    """All checkpoints of a start are damaged, found while they were loaded."""
+
+    def __init__(self, passed_over: Sequence[str]) -> None:
+        """Store notes on the checkpoints."""
+        super().__init__([Problem("E811", "\n  ".join(["no checkpoint can be used:", *passed_over]))])
+        self.passed_over = tuple(passed_over)
+
+
 @dataclass(frozen=True)
 class SavedCheckpoint:
     """A checkpoint that was written."""
@@ -216,7 +225,7 @@ class Checkpointer:
                 notes.append(passed_over_note(path, error))
                 continue
             return [*notes, loaded, *changes]
-        raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
+        raise NoCheckpointLeftError(notes)
 
     def _tokenizer_files(self, manifest: Manifest) -> dict[str, bytes]:
         def read() -> dict[str, str]:

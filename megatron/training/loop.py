@@ -79,7 +79,7 @@ def train(
         stop_components(trainer.components, error)
         raise
     stop_components(trainer.components, None)
-    if not skip_train and trainer.iteration >= trainer.total_steps:
+    if not skip_train and trainer.iteration >= trainer.total_steps and not trainer.progress.later[0]:
         checkpointer.mark_finished(True)
     return status
 
@@ -232,10 +232,11 @@ def finish_previous_start(
 
 
 def evaluations_due(trainer: Trainer) -> list[str]:
-    """Return the splits to evaluate after the current step and not evaluated yet; test splits only after the last."""
+    """Return the splits to evaluate after the current step and not evaluated yet; test splits only at the end."""
     iteration = trainer.iteration
     last = iteration == trainer.total_steps
-    due = {"valid": last or is_due(trainer.config.training.eval_interval, iteration), "test": last, "train": False}
+    ends = last and not trainer.progress.later[0]
+    due = {"valid": last or is_due(trainer.config.training.eval_interval, iteration), "test": ends, "train": False}
     evaluated = trainer.progress.evaluated
     return [split for split in trainer.data.used if due[split_kind(split)] and evaluated.get(split, 0) < iteration]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import string
@@ -15,18 +16,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.arguments.hardware import known_cluster
+from megatron.arguments.phases import describe_plan
 from megatron.arguments.summary import summary
 from megatron.checkpoint.lease import Lease
+from megatron.checkpoint.location import Location
 from megatron.config.errors import UserError
 from megatron.config.launch import end_refused_start
+from megatron.config.phases import Phase
 from megatron.config.run import RunConfig
 from megatron.convert.sources import SourceOptions, open_source
 from megatron.data.errors import DataError
-from megatron.distributed.launch import destroy_distributed, enable_flight_recorder, run_on_rank0, world_group
+from megatron.distributed.comm import Group
+from megatron.distributed.launch import (
+    destroy_distributed,
+    enable_flight_recorder,
+    gather_results,
+    run_on_rank0,
+    world_group,
+)
 from megatron.kernels.compile import make_deterministic
 from megatron.training.build import build_trainer
 from megatron.training.build_model import check_same_plan, choose_device, join_distributed
-from megatron.training.checkpointer import Checkpointer, choose_resume_source, hold_save_folder
+from megatron.training.checkpointer import (
+    Checkpointer,
+    NoCheckpointLeftError,
+    choose_resume_source,
+    hold_save_folder,
+)
 from megatron.training.component import stopped_after_errors
 from megatron.training.components.times import GoodputState, StartupReport
 from megatron.training.cuda_graphs import StepRunner
@@ -38,9 +54,11 @@ from megatron.training.loop import train
 from megatron.training.machine import set_variables
 from megatron.training.metrics import Goodput
 from megatron.training.out_of_memory import explain_out_of_memory
-from megatron.training.resume_source import read_only_options
+from megatron.training.phases import PhaseChoice, PhaseFacts, choose_phase, plan_notes, read_phase
+from megatron.training.resume_source import ResumeSource, read_only_options
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
 from megatron.training.stop import StopRequest
+from megatron.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from megatron.training.local_checkpoints import NodeCheckpoints
@@ -49,13 +67,19 @@ REFUSAL_SECONDS = 1.0
 """Seconds that a rank whose start is refused waits for the others of its machine."""
 
 
-def run(config: RunConfig, notes: Sequence[str] = (), startup: StartupTimer | None = None) -> int:
+def run(
+    config: RunConfig,
+    notes: Sequence[str] = (),
+    startup: StartupTimer | None = None,
+    plan: Sequence[Phase] | None = None,
+) -> int:
     """Train as configured.
 
     Args:
         config: validated and resolved configuration.
         notes: notes on the flags; rank 0 prints them, and a summary, before the first step.
         startup: timer of the start, running since the process began; None starts one now.
+        plan: phases of the run; None for one of ``config`` and ``notes``.
 
     Returns:
         The exit status: that of :func:`megatron.training.loop.train`, 2 if flags or files are refused before the
@@ -65,7 +89,8 @@ def run(config: RunConfig, notes: Sequence[str] = (), startup: StartupTimer | No
     # Signals are handled until the error is reported: launchers send SIGTERM as soon as a rank has exited.
     with ExitStack() as signals:
         try:
-            status = join_and_train(config, notes, startup or StartupTimer(), signals)
+            phases = plan or [Phase(config, tuple(notes))]
+            status = join_and_train(phases, startup or StartupTimer(), signals)
         except Exception as error:
             reported = report_failure(error, config.logging.run_dir, partial(explain_out_of_memory, config=config))
             if not isinstance(error, StartRefusedError):
@@ -75,20 +100,22 @@ def run(config: RunConfig, notes: Sequence[str] = (), startup: StartupTimer | No
     return status
 
 
-def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTimer, signals: ExitStack) -> int:
+def join_and_train(plan: Sequence[Phase], startup: StartupTimer, signals: ExitStack) -> int:
     """Join the other ranks, acquire the checkpoint folders, and train; return the exit status.
 
     Signals stop the run until ``signals`` is closed.
     """
-    training = config.training
+    config = plan[0].config  # what is read here is the same in all phases
+    training, notes = config.training, list[str]()
     if training.skip_train:
-        config = replace(config, checkpoint=read_only_options(config.checkpoint))
+        plan = [replace(each, config=_read_only(each.config)) for each in plan]
+        config = plan[0].config
     with refuse_start_on_error(), startup("joining"):
         environment = set_variables(config, training.device != "cpu" and torch.version.cuda is not None)
         device = choose_device(training.device)
         if device.type == "cuda":
-            notes = [*notes, environment]
-        notes = [*notes, *make_deterministic(config.compute.deterministic, device)]
+            notes.append(environment)
+        notes += make_deterministic(config.compute.deterministic, device)
         enable_flight_recorder(config.logging.run_dir)
         rank, world_size = join_distributed(config)
     world = world_group(rank, world_size)
@@ -105,27 +132,92 @@ def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTime
 
         others = NodeCheckpoints.hold(config.checkpoint, world)
     with hold_save_folder(config.checkpoint.save, world) as lease, others as nodes:
-        return build_and_train(config, notes, stop, startup, lease, nodes)
+        return take_phases(plan, notes, stop, startup, lease, nodes)
 
 
-def build_and_train(
-    config: RunConfig,
+def _read_only(config: RunConfig) -> RunConfig:
+    return replace(config, checkpoint=read_only_options(config.checkpoint))
+
+
+def take_phases(
+    plan: Sequence[Phase],
     notes: Sequence[str],
     stop: StopRequest,
     startup: StartupTimer,
     lease: Lease | None,
     others: NodeCheckpoints | None,
 ) -> int:
-    """Build the trainer, load the checkpoint that the run resumes from, if any, and train; return the exit status."""
+    """Train from the phase of the newest checkpoint to the end of the plan; return the exit status.
+
+    A phase ends with a checkpoint. The next one begins from it like a start of its own, in the same processes.
+    """
+    world, configs, goodput = stop.world, [phase.config for phase in plan], Goodput(startup.began)
+    if len(plan) > 1:
+        notes = [*notes, *describe_plan(plan, world.size)]
+    earlier = ResumeSource()  # checkpoints of phases before, if those of a later one turned out to be damaged
+    while True:
+        with refuse_start_on_error(), PeerWatchdog(world):
+            source = earlier if earlier.paths else choose_resume_source(configs[0].resume_options, world, others)
+            choice = PhaseChoice(0, source)
+            if configs[0].training.phases is not None:
+                choice = choose_phase(configs, source, world.size, partial(read_phase_together, world=world))
+        place = choice.place
+        phase = replace(plan[place], notes=(*notes, *plan_notes(plan, place), *plan[place].notes))
+        try:
+            status, trainer = build_and_train(
+                phase, plan[place + 1 :], choice.source, stop, startup, lease, others, goodput
+            )
+        except StartRefusedError as error:
+            if not (choice.earlier and isinstance(error.__cause__, NoCheckpointLeftError)):
+                raise
+            earlier = replace(source, paths=choice.earlier, notes=error.__cause__.passed_over)
+            continue
+        finally:
+            stop.world = world
+        skips = plan[place].config.training.skip_train
+        if status or skips or trainer.iteration < trainer.total_steps or place + 1 == len(plan):
+            return status
+        trainer.mesh.close()
+        del trainer  # before the next one takes its memory
+        free_memory(stop.device)
+        earlier, notes, startup = ResumeSource(), (), StartupTimer()
+        goodput.continues = True
+
+
+def read_phase_together(path: Location, world: Group) -> PhaseFacts | None:
+    """Return the phase of a checkpoint that any rank can read, the same on every rank; collective."""
+
+    def read() -> list[Any] | None:
+        facts = read_phase(path)
+        return None if facts is None else [*facts]
+
+    return next((PhaseFacts(*facts) for facts in gather_results(read, world) if facts is not None), None)
+
+
+def build_and_train(
+    phase: Phase,
+    later: Sequence[Phase],
+    source: ResumeSource,
+    stop: StopRequest,
+    startup: StartupTimer,
+    lease: Lease | None,
+    others: NodeCheckpoints | None,
+    goodput: Goodput,
+) -> tuple[int, Trainer]:
+    """Build the trainer, load the checkpoint that the run resumes from, if any, and train; return the exit status.
+
+    Raises:
+        NoCheckpointLeftError: if all checkpoints of ``source`` are damaged.
+    """
+    config, notes = phase.config, [*phase.notes]
     world, run_dir = stop.world, config.logging.run_dir
     with refuse_start_on_error(), PeerWatchdog(world), ExitStack() as cleanup:
-        source = choose_resume_source(config.resume_options, world, others)
         if (weights := source.weights) is not None:  # before memory is allocated for sizes that its tensors lack
             options = SourceOptions(model=config.model, follow_links=True)  # links are checked with the flags
             run_on_rank0(lambda: bool(open_source(weights, options)), world)
         startup.enter("other")
         trainer = build_trainer(config, world.rank, world.size, fresh=source.fresh, clock=startup)
-        goodput = Goodput(startup.began)
+        trainer.progress.later = sum(each.steps for each in later), sum(each.tokens for each in later)
         plugins = plugin_callbacks(trainer)
         trainer.components += [GoodputState(goodput), *plugins]
         cleanup.enter_context(stopped_after_errors(trainer.components))
@@ -134,7 +226,7 @@ def build_and_train(
         checkpointer = Checkpointer(trainer, lease, others)
         with startup("checkpoint"):
             held = () if lease is None else lease.notes
-            notes = [*notes, *held, *trainer.notes, *graphs.notes, *checkpointer.load(source)]
+            notes += [*held, *trainer.notes, *graphs.notes, *checkpointer.load(source)]
         for component in trainer.components:
             notes += component.on_start(lambda: bool(stop.local_code()))
         facts = start_facts(os.environ, None if lease is None else lease.epoch)
@@ -145,7 +237,6 @@ def build_and_train(
         )
         if "slurm-job" in facts or "torchrun-restart" in facts:
             notes = [start_phrase(facts), *notes]
-        position = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}
         log = RunLogger(
             config,
             world_size=world.size,
@@ -155,11 +246,14 @@ def build_and_train(
             data=data_summary(trainer.data),
             facts=facts,
             check=lambda: lease.check() if lease is not None and lease.staging is not None else None,
-            **position,
+            iteration=trainer.iteration,
+            consumed_samples=trainer.consumed_samples,
+            origin=trainer.progress.origin,
+            later=trainer.progress.later,
         )
     with log, PeerWatchdog(world, trainer.pipeline if config.parallel.pipeline_model_parallel_size > 1 else None):
         with refuse_start_on_error(), stopped_after_errors(trainer.components):
-            shown = summary(config, world.size, **position, cluster=known_cluster(config, world.size))
+            shown = summary(config, world.size, *trainer.progress.in_phase, known_cluster(config, world.size))
             for text in (*notes, "\n".join([shown, *trainer.data.summary()])):
                 log.note(text)
             before = len(trainer.components) - len(plugins)  # those of plugins are called last
@@ -167,7 +261,14 @@ def build_and_train(
                 StartupReport(trainer, startup),
                 *build_callbacks(trainer, log, stop, others),
             ]
-        return train(trainer, None if graphs.mode == "none" else graphs, log, stop, checkpointer, goodput)
+        return train(trainer, None if graphs.mode == "none" else graphs, log, stop, checkpointer, goodput), trainer
+
+
+def free_memory(device: torch.device) -> None:
+    """Free what a trainer without references has used."""
+    gc.collect()  # its parts refer to each other
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextmanager

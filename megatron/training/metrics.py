@@ -50,6 +50,7 @@ class Goodput:
         self.first_start = time.time() - elapsed  # seconds since 1970
         self.productive_seconds = 0.0
         self.starts = 1  # of the run, this one included
+        self.continues = False  # True in later phases of this start, whose checkpoints lag behind
 
     def run_seconds(self) -> float:
         """Return the seconds since the run's first start."""
@@ -66,6 +67,8 @@ class Goodput:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the run that saved ``state``, and count this start."""
+        if self.continues:
+            return
         self.first_start = float(state["first_start"])
         self.productive_seconds = float(state["productive_seconds"])
         self.starts = int(state["starts"]) + 1
@@ -386,7 +389,8 @@ class ThroughputModel:
     """Converts tokens per second into FLOP/s, utilisation and remaining time."""
 
     total_iterations: int  # of the whole run
-    total_samples: int  # of the whole run
+    total_samples: int  # at the end of the phase
+    tokens_of_later_phases: int  # of the phases after it
     seq_length: int  # tokens per sample
     world_size: int
     flops: FlopsPerToken
@@ -395,13 +399,25 @@ class ThroughputModel:
 
     @classmethod
     def from_config(
-        cls, config: RunConfig, world_size: int, device_name: str, iteration: int = 0, consumed_samples: int = 0
+        cls,
+        config: RunConfig,
+        world_size: int,
+        device_name: str,
+        iteration: int = 0,
+        consumed_samples: int = 0,
+        origin: Origin = WHOLE_RUN,
+        later: tuple[int, int] = (0, 0),
     ) -> ThroughputModel:
-        """Create the model of a run whose start begins after ``iteration`` steps and ``consumed_samples``."""
+        """Create the model of a run whose start begins after ``iteration`` steps and ``consumed_samples``.
+
+        ``later`` are the steps and tokens of the phases after the one that begins at ``origin``.
+        """
         data_parallel_size = world_size // config.parallel.model_ranks
+        end = config.training, data_parallel_size, *origin.local(iteration, consumed_samples)
         return cls(
-            total_iterations=final_iteration(config.training, data_parallel_size, iteration, consumed_samples),
-            total_samples=final_consumed_samples(config.training, data_parallel_size, iteration, consumed_samples),
+            total_iterations=origin.iteration + final_iteration(*end) + later[0],
+            total_samples=origin.samples + final_consumed_samples(*end),
+            tokens_of_later_phases=later[1],
             seq_length=config.training.seq_length,
             world_size=world_size,
             flops=FlopsPerToken.from_config(config),
@@ -424,6 +440,6 @@ class ThroughputModel:
             "throughput": tokens_per_second * self.flops.megatron / 1e12,
             **{name: None if peak is None else tokens_per_second * x / peak for name, x in counts.items()},
             TOTAL_ITERATIONS: self.total_iterations,
-            SECONDS_LEFT: samples_left * self.seq_length / metrics["tokens-per-second"],
+            SECONDS_LEFT: (samples_left * self.seq_length + self.tokens_of_later_phases) / metrics["tokens-per-second"],
             ON_GPU: self.on_gpu,
         }

@@ -316,7 +316,8 @@ def compare_with_checkpoint(
         sentence = f"{manifest.path} holds weights, but not the state of a run{f': {why}' if why else ''}"
         raise UserError([Problem("E814", sentence, (f"{folders}--resume-mode weights-only",))])
     batches_since = position_of(manifest, "batches_since")
-    if mode == "new-phase" and own and manifest.state.get("phase"):
+    phase, name = manifest.state.get("phase"), config.training.phase_name or ""
+    if mode == "new-phase" and own and phase and phase.get("name", "") == name:
         changes = compare_configs(manifest.config, config, "exact", begin=batches_since, own=own)
         mode = mode if changes.problems else "exact"
     changes = compare_configs(manifest.config, config, mode, begin=batches_since, own=own)
@@ -445,13 +446,18 @@ def saved_ranks(manifest: Manifest) -> int:
     return prod(layout.get(axis, 1) for axis in ("pp", "dp", "cp", "tp")) if layout else 0
 
 
-def preview_start(config: RunConfig, world_size: int) -> StartPreview:
-    """Return the notes and the position with which the run would start; ``config`` is resolved, vocabulary included.
+def preview_start(config: RunConfig, world_size: int, source: ResumeSource | None = None) -> StartPreview:
+    """Return the notes and the position with which the run would start.
+
+    Args:
+        config: resolved, vocabulary included.
+        world_size: number of ranks.
+        source: what it starts from, if it is known.
 
     Raises:
         UserError: if a required checkpoint is missing, or the run must not resume from it.
     """
-    source = find_resume_source(config.resume_options)
+    source = source or find_resume_source(config.resume_options)
     if source.weights is not None:
         return StartPreview((*source.notes, f"checkpoint: {source.weights}, its tensors not read"))
     if source.fresh:

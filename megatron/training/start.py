@@ -8,27 +8,33 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
-from megatron.arguments.cli import ParsedArguments, parse
+from megatron.arguments.cli import ParsedArguments, given_values, parse
+from megatron.arguments.phases import collect_phases, describe_plan, plan_phases, planned, read_phases
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch, end_refused_start
+from megatron.config.phases import Phase
 from megatron.config.run import RunConfig
 from megatron.config.schemes import split_scheme
 from megatron.config.text import echo
 from megatron.convert.huggingface.config import build_config_json, model_folder, read_model_values
+from megatron.data.blend_usage import blend_usage
 from megatron.data.build import resolve_epochs
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
 from megatron.data.preview import data_fingerprints, preview_data
 from megatron.data.tokenizers.huggingface import TOKENIZER_JSON
 from megatron.training.machine import MACHINE_CODES, fit_to_machine
+from megatron.training.phases import choose_phase
 from megatron.training.resume_source import (
+    ResumeSource,
     StartPreview,
     compare_data,
     find_resume_source,
@@ -48,11 +54,20 @@ class Start:
     parsed: ParsedArguments  # the configuration as it is to run, with all notes
     position: tuple[int, int] = (0, 0)  # with --check-config: steps and samples that were taken before
     data: Sequence[str] = ()  # with --check-config: lines on the data
+    phases: tuple[Start, ...] = ()  # of --phases; ``parsed`` is that of the first
+
+    @property
+    def plan(self) -> list[Phase]:
+        """The phases of the run in their order, one without --phases."""
+        return [planned(each.parsed) for each in self.phases or (self,)]
 
     def report(self, began: float) -> int:
         """Print what ``--check-config`` and ``--fake-world`` ask for; return the exit status."""
         with suppress(BrokenPipeError):  # | head
-            echo(self.parsed.summary(*self.position, self.data), flush=True)
+            for each, heading in zip(self.phases, describe_plan(self.plan, self.parsed.world_size)):
+                echo(f"{heading}\n{each.parsed.summary(*each.position, each.data)}\n", flush=True)
+            if not self.phases:
+                echo(self.parsed.summary(*self.position, self.data), flush=True)
         if self.parsed.fake_rank is None:
             return 0
         from megatron.training.fake_world import fake_world  # imports torch
@@ -73,8 +88,35 @@ def read_start(argv: Sequence[str], about: str = "") -> Start:
         DataError: if the data cannot be used, and there is no other problem.
     """
     Launch.read(os.environ)  # a broken environment is refused before any flag
+    if (path := given_values(argv).get("phases")) is not None:
+        return read_phased_start(argv, about, path)
     parsed = parse(argv, recall=stored_config, read_model=read_model_values, about=about, stored_layout=stored_layout)
     return check_start(replace(parsed, config=with_data(parsed.config, parsed.world_size)))
+
+
+def read_phased_start(argv: Sequence[str], about: str, path: str) -> Start:
+    """Read and check a command line with ``--phases``; arguments and errors as for :func:`read_start`."""
+
+    def parse_phase(where: str, options: Mapping[str, Any], world_size: int | None) -> ParsedArguments:
+        parsed = parse(
+            argv,
+            recall=lambda options: stored_config(replace(options, save=None)),  # its own may be of any phase
+            read_model=read_model_values,
+            about=about,
+            phase=(where, options),
+            world_size=world_size,
+        )
+        return replace(parsed, config=with_data(parsed.config, parsed.world_size))
+
+    phases = plan_phases(path, read_phases(path), given_values(argv), parse_phase)
+    names = [str(parsed.config.training.phase_name) for parsed in phases]
+    sources = [ResumeSource() for _ in phases]  # of those that do not come next
+    if phases[0].check_only:
+        source = find_resume_source(phases[0].config.resume_options)
+        choice = choose_phase([each.config for each in phases], source, phases[0].world_size)
+        sources[choice.place] = choice.source
+    starts = collect_phases(names, [*zip(phases, sources)], lambda pair: check_start(*pair))
+    return replace(starts[0], phases=tuple(starts))
 
 
 def with_data(config: RunConfig, world_size: int) -> RunConfig:
@@ -105,11 +147,12 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     return replace(config, model=replace(config.model, vocab_size=size))
 
 
-def check_start(parsed: ParsedArguments) -> Start:
+def check_start(parsed: ParsedArguments, source: ResumeSource | None = None) -> Start:
     """Check the start on this machine and, with ``--check-config``, what the run would read.
 
     Args:
         parsed: with the vocabulary size, and lengths that follow from the data.
+        source: what it starts from; None to search for it.
 
     Raises:
         UserError: with all problems.
@@ -139,17 +182,27 @@ def check_start(parsed: ParsedArguments) -> Start:
     start, data = StartPreview(), list[str]()
     with collected():
         if parsed.check_only:
-            start = preview_start(config, size)
+            start = preview_start(config, size, source)
             notes += start.notes
     position = start.iteration, start.consumed_samples
     with collected():
         data = preview_data(config, size, *position, start.segments) if parsed.check_only else []
+        check_mixture(config, size)
         if start.data is not None:
             fingerprints = data_fingerprints(config, size, *position, start.segments)
             notes += compare_data(start.data, fingerprints, config, start.own)
     if problems:
         raise UserError(problems, notes)
     return Start(replace(parsed, config=config, notes=tuple(notes)), position, data)
+
+
+def check_mixture(config: RunConfig, world_size: int) -> None:
+    """Check that the stages of a new run fit it, and that no source is read too often, before torch is imported.
+
+    Raises as `blend_usage`. A run that resumes may be longer than its stages; `build_data` checks it.
+    """
+    if config.data.data_mixture is not None and find_resume_source(config.resume_options).fresh:
+        blend_usage(config, world_size)
 
 
 def refuse(error: UserError | DataError) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,11 +31,12 @@ from megatron.inference.text import InferenceError
 from megatron.layers.context import ForwardContext
 from megatron.layers.mixers.registry import find_mixer
 from megatron.planner.activations import activation_memory, peak_activations
+from tests.distributed.mixer_jobs import NAME, changes_in, module_of_the_page, plugin, with_plugin
 from tests.distributed.resharding import loading, saving
 from tests.distributed.resume import gathered, load_and_go_on, save_and_go_on
-from tests.distributed.test_perturbation import Changes, context, perturbed
+from tests.distributed.test_perturbation import context
 from tests.distributed.test_perturbation import expected as seen_by
-from tests.kit.cases import GLOBAL_BATCH, MODEL, Case, PackedConversations, assert_like_one_process, run_in_small_tiles
+from tests.kit.cases import MODEL, Case, PackedConversations, assert_like_one_process, run_in_small_tiles
 from tests.kit.pool import Pool
 from tests.kit.solo import Solo, random_batch, tiny
 from tests.unit.convert.folders import write_checkpoint
@@ -45,29 +46,7 @@ from tests.unit.planner.test_flops import counted, expected
 from tools.convert_checkpoint import main as convert
 from tools.edit_checkpoint import main as edit
 
-PAGE = Path(__file__).parents[2] / "docs" / "mixers.md"
-NAME = "gated_linear_attention"
 PLAIN, MIXED = "L-L-L-L-", "L-*-L-*-"
-
-
-def module_of_the_page() -> str:
-    (text,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M)
-    return text
-
-
-@contextmanager
-def plugin(folder: Path, chunk: int = 64) -> Iterator[None]:
-    """The plugin of the page, written to a folder, within this process."""
-    sys.path.insert(0, str(folder))
-    try:
-        (folder / f"{NAME}.py").write_text(module_of_the_page().replace("CHUNK = 64", f"CHUNK = {chunk}"))
-        plugins.load_plugins([NAME])
-        yield
-    finally:
-        sys.path.remove(str(folder))
-        sys.modules.pop(NAME, None)
-        for kind in ("mixer", "model_family"):
-            plugins._registered[kind].clear()
 
 
 @pytest.fixture(autouse=True)
@@ -84,13 +63,6 @@ def without(name: str) -> Iterator[None]:
         patch.setattr(plugins, "_registered", {kind: {} for kind in kinds})
         yield
     sys.modules[name] = module
-
-
-def with_plugin(rank: int, ranks: int, folder: Path, function: Callable[..., Any], argument: Any) -> Any:
-    """The function on a rank, which splits its rows into chunks of 5."""
-    (folder / str(rank)).mkdir(exist_ok=True)
-    with plugin(folder / str(rank), 5):
-        return function(rank, ranks, argument)
 
 
 def test_the_module_is_short() -> None:
@@ -175,11 +147,6 @@ def model(**changes: Any) -> ModelConfig:
 
 HEADS = (2, "a2a"), (4, "a2a+p2p")
 """Contexts that exchange heads for rows."""
-
-
-def changes_in(rank: int, ranks: int, parallel: ParallelConfig) -> Changes:
-    training = TrainingConfig(micro_batch_size=GLOBAL_BATCH)
-    return perturbed(rank, ranks, parallel, training, {"global": {"token_mixers": ("gated-linear",)}})
 
 
 CONTEXTS = [(1, "p2p"), (2, "p2p"), (4, "p2p"), *(pytest.param(*each, marks=pytest.mark.slow) for each in HEADS)]

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -28,11 +28,13 @@ from torch import Tensor
 from megatron.arguments.cli import parse
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
+from megatron.config.phases import Phase
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.config import read_model_values
 from megatron.layers.norm import Residual
 from megatron.training import checkpointer, main
 from megatron.training.callbacks.profiler import is_layer
+from megatron.training.start import read_start
 from megatron.training.trainer import Trainer
 from tests.kit.processes import ForkedProgram
 
@@ -50,6 +52,18 @@ def tiny_run(folder: Path, flags: str = "", world_size: int = 1) -> RunConfig:
     argv = [*FLAGS.split(), *flags.split(), "--run-dir", str(folder)]
     environ = {"RANK": "0", "WORLD_SIZE": str(world_size)}
     return parse(argv, environ, read_model=read_model_values).config
+
+
+def tiny_phases(folder: Path, phases: Sequence[Mapping[str, Any]], flags: str = "", world_size: int = 1) -> list[Phase]:
+    """The phases of ``pretrain_gpt.py`` with ``FLAGS``, more ``flags`` and a file of ``phases``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "phases.yaml"
+    file.write_text(json.dumps([*phases]))  # JSON is YAML
+    argv = [*FLAGS.replace("--train-iters 6", "").split(), *flags.split(), "--run-dir", str(folder)]
+    argv += ["--save", f"{folder}/saved", "--phases", str(file)]
+    place = {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    with patch.dict(os.environ, place):
+        return read_start(argv).plan
 
 
 def records(folder: Path, kind: str = "lm loss") -> list[dict[str, Any]]:
@@ -140,9 +154,13 @@ class Outcome:
 
 
 def start(
-    config: RunConfig, event: AbstractContextManager[Any] | None = None, rank: int = 0, world_size: int = 1
+    run: RunConfig | Sequence[Phase],
+    event: AbstractContextManager[Any] | None = None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Outcome:
-    """Run ``config`` in this process from its start to its end, with ``event`` happening; draws no picture."""
+    """Run a configuration, or phases, in this process from start to end, with ``event`` happening; draws no picture."""
+    plan = [Phase(run)] if isinstance(run, RunConfig) else run
     printed, place = Outcome(), {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     no_picture = patch("megatron.training.loggers.run_logger.draw_plots", lambda *arguments: None)
     around = patch.dict(os.environ, place), no_picture, event or nullcontext(), _noting(printed.samples)
@@ -150,7 +168,7 @@ def start(
         for context in around:
             stack.enter_context(context)
         with suppress(KilledError):
-            printed.status = main.run(config)
+            printed.status = main.run(plan[0].config, plan=plan)
     printed.out, printed.err = out.getvalue(), err.getvalue()
     return printed
 

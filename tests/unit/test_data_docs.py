@@ -76,7 +76,7 @@ def test_every_command_prints_the_output_of_the_page(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     monkeypatch.setattr("megatron.training.loggers.run_logger.draw_plots", lambda *arguments: None)
     found = list(blocks(PAGE.read_text()))
-    assert sum(len(OURS.findall(block.commands.replace("\\\n", ""))) for block in found) == 17
+    assert sum(len(OURS.findall(block.commands.replace("\\\n", ""))) for block in found) >= 17
     for block in found:
         status, output = run(block.commands)
         printed = f"docs/data.md:{block.line}\n{block.commands}\nstatus {status}, printed:\n{output}"

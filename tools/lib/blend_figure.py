@@ -39,7 +39,9 @@ def draw_blend(stages: Sequence[StageUse], out: Path) -> None:
                         (begin + end) / 2, bottom + height / 2, f"{height:.0%}", ha="center", va="center", color="white"
                     )
                 bottom += height
-            title = f"{stage.name}\n{format_compact(stage.tokens, trim=True)} x {stage.seq_length:,}"
+            title = f"{stage.name}\n{format_compact(stage.tokens, trim=True)} tokens"
+            if len({each.seq_length for each in stages}) > 1:
+                title += f",\nsamples of {format_compact(stage.seq_length, trim=True)}"
             above.text((begin + end) / 2, 1.02, title, ha="center", va="bottom", color=INK_COLOR, fontsize=9)
         for number, name in enumerate(named):
             begun = next(use for stage in stages for use in stage.sources if use.name == name)

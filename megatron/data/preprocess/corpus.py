@@ -32,7 +32,8 @@ from megatron.data.preprocess.streams import (
     read_pieces,
     recode_fix,
 )
-from megatron.data.preprocess.tables import Row, UnreadableTableError, parse_rows, read_batches
+from megatron.data.preprocess.tables import Row, UnreadableTableError, parse_rows, read_batches, read_rows
+from megatron.data.preprocess.transforms import DocumentTransforms, StepError
 
 UTF_16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 JSON_TYPE_NAMES: dict[type, str] = {
@@ -60,6 +61,12 @@ class TextDocument(NamedTuple):
     num_bytes: int  # bytes of decompressed input, without the line end
 
 
+class DroppedDocument(NamedTuple):
+    """Document that a step has dropped."""
+
+    reason: str
+
+
 class BadDocument(NamedTuple):
     """Invalid document of a block."""
 
@@ -74,16 +81,6 @@ class BadDocument(NamedTuple):
         """Return the error, with the line number in the file after ``lines_before`` lines in earlier blocks."""
         source = f"{self.file}:{lines_before + self.line}" if self.line else str(self.file)
         return DataError(source + self.seen, *self.fixes, *more_fixes)
-
-
-def parse_line(line: bytes, keys: Sequence[str], file: Path) -> tuple[str, ...]:
-    """Return the texts under ``keys`` of a JSON line; ``file`` is used in messages.
-
-    Raises:
-        BadDocumentError: if it is not a JSON object in UTF-8 with Unicode text under each key.
-    """
-    record = parse_record(line, file)
-    return tuple([text_of(record, key) for key in keys])
 
 
 def parse_record(line: bytes, file: Path) -> dict[str, Any]:
@@ -102,19 +99,19 @@ def parse_record(line: bytes, file: Path) -> dict[str, Any]:
     return record
 
 
-def parse_row(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
-    """Return the texts under ``keys`` of a table's row; raise BadDocumentError if one is null or not Unicode text."""
+def parse_row(row: Row, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the columns of a table's row, those of ``keys`` as text; raise BadDocumentError if one is not UTF-8."""
     try:
-        record = {key: text if text is None else text.decode() for key, text in row.items()}
+        texts = {key: row[key].decode() for key in keys if isinstance(row.get(key), bytes)}
     except UnicodeDecodeError as error:
         raise BadDocumentError(f" is not UTF-8 text: {error.reason}", "fix or remove this row") from error
-    return tuple([text_of(record, key) for key in keys])
+    return {**row, **texts}
 
 
 def parse_valid_lines(content: bytes, keys: Sequence[str]) -> list[list[bytes]] | None:
     """Return for each key the texts of all lines, in UTF-8: a fast path for blocks without special cases.
 
-    None if a line is blank or may be invalid; `parse_line` then decides.
+    None if a line is blank or may be invalid; `read_block` then decides.
     """
     if ESCAPED_NUL in content:
         return None
@@ -216,6 +213,9 @@ class LineBlock(NamedTuple):
     last: bool  # whether the file ends with them
     # why the line, or after the last block the rest of the file, cannot be read, and fixes; empty if it can
     damage: tuple[str, ...] = ()
+    part: bool = False  # whether only a part of the file is read
+    rows_before: int = 0  # rows of the file before that part
+    dropped: frozenset[int] = frozenset()  # lines or rows to leave out, from 1 on
 
     def read(self) -> bytes:
         """Return the lines; raise DataError if the file has become shorter."""
@@ -235,52 +235,116 @@ class FileBlock(NamedTuple):
     files: tuple[Path, ...]
     stored: int  # total size, compressed if they are
     max_bytes: int = MAX_LINE_BYTES  # of the text of a file
+    dropped: frozenset[int] = frozenset()  # files to leave out, from 1 on
 
 
 Block = LineBlock | FileBlock
 
 
 def split_into_blocks(
-    files: Sequence[Path], keys: Sequence[str], block_bytes: int = BLOCK_BYTES, max_line_bytes: int = MAX_LINE_BYTES
+    files: Sequence[Path],
+    keys: Sequence[str],
+    block_bytes: int = BLOCK_BYTES,
+    max_line_bytes: int = MAX_LINE_BYTES,
+    transforms: DocumentTransforms | None = None,
+    start: int = 0,
+    stop: int | None = None,
 ) -> Iterator[Block]:
     """Yield blocks of about ``block_bytes`` of text in the order of the files; a longer line makes a larger block.
 
-    Of tables only the columns ``keys`` are read. Lines, rows and plain files over ``max_line_bytes`` are invalid.
+    Of tables only the columns ``keys`` are read, and those that ``transforms`` read. Lines, rows and plain files over
+    ``max_line_bytes`` are invalid. Of the first file, what begins before byte ``start`` is left out, and of the last
+    one what begins at or after byte ``stop`` (see `Shard`).
     """
     plain: list[Path] = []
     size = 0
-    for file in files:
+    for number, file in enumerate(files):
         if is_plain(file):
             plain.append(file)
             size += file.stat().st_size
         if plain and (size >= block_bytes or not is_plain(file)):
             yield FileBlock(tuple(plain), size, max_line_bytes)
             plain, size = [], 0
+        if is_plain(file):
+            continue
+        part = start if number == 0 else 0, stop if number == len(files) - 1 else None
         if is_table(file):
-            yield from _cut_table(file, keys, block_bytes, max_line_bytes)
-        elif not is_plain(file):
-            yield from split_lines_file(file, block_bytes, max_line_bytes)
+            rows = read_batches(file, keys, min(block_bytes, max_line_bytes), max_line_bytes)
+            if transforms and transforms.takes_records:
+                rows = read_rows(file, transforms.columns, min(block_bytes, max_line_bytes), max_line_bytes)
+            yield from _take_part(_cut_table(file, rows, max_line_bytes), *part)
+        else:
+            yield from split_lines_file(file, block_bytes, max_line_bytes, *part)
     if plain:
         yield FileBlock(tuple(plain), size, max_line_bytes)
 
 
 def split_lines_file(
-    file: Path, block_bytes: int = BLOCK_BYTES, max_line_bytes: int = MAX_LINE_BYTES
+    file: Path,
+    block_bytes: int = BLOCK_BYTES,
+    max_line_bytes: int = MAX_LINE_BYTES,
+    start: int = 0,
+    stop: int | None = None,
 ) -> Iterator[LineBlock]:
     """Yield the blocks of one JSON-lines file, at least one. Memory use is bounded however long a line is.
+
+    Args:
+        file: to read.
+        block_bytes: size of a block.
+        max_line_bytes: limit of a line.
+        start: byte of the file before which lines are left out; of a stream, blocks.
+        stop: byte from which on they are; None for the end.
 
     A file that is a JSON array, or objects over several lines, has a line for each value.
     """
     head_bytes = min(block_bytes, max_line_bytes) - 1  # before the end of the last line: only that line can be too long
     if (has_values := holds_values(file)) or compression_suffix(file):
-        return _cut_stream(file, has_values, head_bytes, max_line_bytes)
-    return _cut_stored(file, head_bytes, max_line_bytes)
+        return _take_part(_cut_stream(file, has_values, head_bytes, max_line_bytes), start, stop)
+    return _cut_stored(file, head_bytes, max_line_bytes, start, stop)
 
 
-def _cut_stored(file: Path, head_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
+def _take_part(blocks: Iterator[LineBlock], start: int, stop: int | None) -> Iterator[LineBlock]:
+    """Yield the blocks of a file that begin in a part of it; a block without content if there are none."""
+    if (start, stop) == (0, None):
+        yield from blocks
+        return
+    place = rows = 0
+    first, ended = True, False
+    for block in blocks:
+        if stop is not None and place >= stop:
+            break
+        if place >= start:
+            yield block._replace(first=first, part=True, rows_before=rows)
+            first, ended = False, block.last
+        else:
+            rows += load_block(block)[1]
+        place += block.stored
+        file = block.file
+    if not ended:
+        yield LineBlock(file, b"", 0, first, True, (), True, rows)
+
+
+def _line_start(stream: IO[bytes], place: int) -> int:
+    """Return the place of the first line of a file that begins at or after ``place``."""
+    if place:
+        stream.seek(place - 1)
+        _skip_line(stream)
+    return stream.tell() if place else 0
+
+
+def _count_lines(stream: IO[bytes], end: int) -> int:
+    """Return the number of lines before byte ``end`` of a file."""
+    stream.seek(0)
+    return sum(stream.read(min(BLOCK_BYTES, end - at)).count(b"\n") for at in range(0, end, BLOCK_BYTES))
+
+
+def _cut_stored(file: Path, head_bytes: int, max_line_bytes: int, start: int, stop: int | None) -> Iterator[LineBlock]:
     """Cut a file that is read as it is: only ends of lines are read here, the rest by workers at the same time."""
-    size, start = file.stat().st_size, 0
     with open(file, "rb") as stream:
+        begin = start = _line_start(stream, start)
+        size = file.stat().st_size if stop is None else _line_start(stream, stop)
+        rows = _count_lines(stream, begin)
+        is_part = begin > 0 or stop is not None
         while True:
             stream.seek(start + head_bytes)
             part = _skip_line(stream, max_line_bytes)
@@ -291,12 +355,14 @@ def _cut_stored(file: Path, head_bytes: int, max_line_bytes: int) -> Iterator[Li
                 good = line if end - line - part.endswith(b"\n") > max_line_bytes else end
                 stream.seek(end)
             if good > start or end == start:
-                yield LineBlock(file, range(start, good), good - start, start == 0, last=good == size)
+                lines = range(start, good)
+                yield LineBlock(file, lines, good - start, start == begin, good == size, (), is_part, rows)
             if good < end:
                 if not part.endswith(b"\n"):
                     _skip_line(stream)
                 start = stream.tell()
-                yield LineBlock(file, b"", start - good, good == 0, last=False, damage=_too_long(max_line_bytes))
+                why = _too_long(max_line_bytes)
+                yield LineBlock(file, b"", start - good, good == begin, False, why, is_part, rows)
             elif end == size:
                 return
             else:
@@ -346,13 +412,13 @@ def _too_long(max_bytes: int) -> tuple[str, ...]:
     return f" is longer than {max_bytes:,} bytes", f"--max-line-bytes {2 * max_bytes}", FIX_LINE
 
 
-def _cut_table(file: Path, keys: Sequence[str], block_bytes: int, max_row_bytes: int) -> Iterator[LineBlock]:
-    """Yield the blocks of a table; the last one has no rows."""
+def _cut_table(file: Path, batches: Iterator[tuple[bytes | None, int]], max_row_bytes: int) -> Iterator[LineBlock]:
+    """Yield the ``batches`` of a table as blocks; the last one has no rows."""
     done = 0  # bytes of the file
     first = True
     damage: tuple[str, ...] = ()
     try:
-        for content, end in read_batches(file, keys, min(block_bytes, max_row_bytes), max_row_bytes):
+        for content, end in batches:
             why = _too_long(max_row_bytes) if content is None else ()
             yield LineBlock(file, content or b"", end - done, first, last=False, damage=why)
             done, first = end, False
@@ -392,7 +458,7 @@ class BadDocumentReport:
 
     def lines_before(self, block: Block) -> int:
         """Return the number of lines of the file before the next block."""
-        return 0 if isinstance(block, LineBlock) and block.first else self._lines
+        return block.rows_before if isinstance(block, LineBlock) and block.first else self._lines
 
     def add(self, block: Block, lines: int, documents: int, bad: Sequence[BadDocument], num_bad: int) -> None:
         """Add a block with its numbers of lines, documents and bad documents, of which ``bad`` are the first ones."""
@@ -404,7 +470,7 @@ class BadDocumentReport:
         self.count += num_bad - len(bad)
         self._lines += lines
         self._documents += documents
-        if isinstance(block, LineBlock) and block.last and not self._documents:
+        if isinstance(block, LineBlock) and block.last and not block.part and not self._documents:
             fixes = ("remove this file", f"--exclude {shlex.quote(block.file.name)}", SKIP_BAD_FLAG)
             self._add_error(DataError(f"{block.file} has no documents", *fixes))
 
@@ -428,19 +494,28 @@ def load_block(block: Block) -> tuple[Block, int]:
     return block._replace(content=content), content.count(b"\n") + (bool(block.damage) and not block.last)
 
 
-def read_block(block: Block, keys: Sequence[str], any_bytes: bool = False) -> Iterator[TextDocument | BadDocument]:
+def read_block(
+    block: Block, keys: Sequence[str], any_bytes: bool = False, transforms: DocumentTransforms | None = None
+) -> Iterator[TextDocument | DroppedDocument | BadDocument]:
     """Yield the documents of a block: one per line (except blank lines), row or plain file, an error for each bad one.
+
+    Those in ``block.dropped`` are left out.
 
     Args:
         block: to read.
         keys: JSON keys of the texts.
-        any_bytes: whether a plain file may be other than UTF-8.
+        any_bytes: whether a plain file may be other than UTF-8, if there are no transforms.
+        transforms: applied to each document.
     """
     if isinstance(block, FileBlock):
-        for file in block.files:
+        for file in [file for number, file in enumerate(block.files, 1) if number not in block.dropped]:
             try:
-                content = _read_plain_text(file, block, check_utf8=not any_bytes)
-                yield TextDocument((content,), (file, 0), len(content))
+                content = _read_plain_text(file, block, check_utf8=bool(transforms) or not any_bytes)
+                place = file, 0
+                if transforms:
+                    yield _transform({keys[0]: content.decode()}, keys, transforms, place, len(content))
+                else:
+                    yield TextDocument((content,), place, len(content))
             except BadDocumentError as bad:
                 yield BadDocument(file, 0, bad.seen, bad.fixes, file.stat().st_size)
         return
@@ -448,16 +523,35 @@ def read_block(block: Block, keys: Sequence[str], any_bytes: bool = False) -> It
     number = 0
     lines: Sequence[bytes | Row] = parse_rows(block.read()) if is_table(file) else split_lines(block.read())
     for number, line in enumerate(lines, 1):
-        if isinstance(line, bytes) and not line.strip():
+        if number in block.dropped or (isinstance(line, bytes) and not line.strip()):
             continue
-        size = len(line) if isinstance(line, bytes) else sum(len(text or b"") for text in line.values())
+        size = len(line) if isinstance(line, bytes) else sum(len(line.get(key) or b"") for key in keys)
         try:
-            texts = parse_line(line, keys, file) if isinstance(line, bytes) else parse_row(line, keys)
-            yield TextDocument(texts, (file, number), size)
+            record = parse_record(line, file) if isinstance(line, bytes) else parse_row(line, keys)
+            yield _transform(record, keys, transforms, (file, number), size)
         except BadDocumentError as bad:
             yield BadDocument(file, number, bad.seen, bad.fixes, size)
     if block.damage:
         yield BadDocument(file, number + 1, block.damage[0], block.damage[1:], rest=block.last)
+
+
+def _transform(
+    record: dict[str, Any],
+    keys: Sequence[str],
+    transforms: DocumentTransforms | None,
+    place: tuple[Path, int],
+    num_bytes: int,
+) -> TextDocument | DroppedDocument:
+    """Return the texts of a record after all transforms; raise BadDocumentError if there are none."""
+    if transforms:
+        try:
+            result = transforms(record)
+        except StepError as error:
+            raise BadDocumentError(str(error), "mend the function") from error
+        if isinstance(result, str):
+            return DroppedDocument(result)
+        record = result
+    return TextDocument(tuple([text_of(record, key) for key in keys]), place, num_bytes)
 
 
 def read_documents(

@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
@@ -38,6 +39,7 @@ from megatron.data.preprocess.corpus import (
     BadDocument,
     BadDocumentReport,
     Block,
+    DroppedDocument,
     FileBlock,
     LineBlock,
     TextDocument,
@@ -47,7 +49,10 @@ from megatron.data.preprocess.corpus import (
     read_block,
     split_into_blocks,
 )
+from megatron.data.preprocess.drop_list import DROP_LIST, DropList, mark_dropped
 from megatron.data.preprocess.files import MAX_LINE_BYTES, is_table
+from megatron.data.preprocess.shards import Shard
+from megatron.data.preprocess.transforms import FILTER, MAP, QUALITY, DocumentTransforms, Step
 from megatron.data.preprocess.workers import WorkerPool
 from megatron.data.progress import PreprocessProgress, PreprocessTotals
 from megatron.data.tokenizers.base import EncodedBatch, Tokenizer
@@ -82,6 +87,11 @@ class PreprocessOptions:
     block_bytes: int = BLOCK_BYTES  # bytes of text that a worker encodes at once
     max_line_bytes: int = MAX_LINE_BYTES  # of a line or a plain file; a longer one is an invalid document
     overwrite: bool = False  # start over if an interrupted run had other settings, instead of failing
+    shard: Shard | None = None  # that the files are of
+    start: int = 0  # byte of the first file at which the shard begins
+    stop: int | None = None  # byte of the last file at which it ends; None for the end of the file
+    steps: Sequence[Step] = ()  # that change or drop documents, in this order
+    drop: Path | None = None  # folder of a `DropList`, whose documents are left out
     names: Mapping[str, str] = field(default_factory=dict)  # what the origins call the copies of pipes, by their path
 
 
@@ -94,6 +104,7 @@ class EncodedBlock(NamedTuple):
     empty: int  # texts of all columns without ids
     text_bytes: int  # UTF-8 bytes of all texts
     bad: int  # documents not encoded
+    dropped: Mapping[str, int]  # documents that steps have dropped, by reason
     described: tuple[BadDocument, ...]  # the first `MAX_DESCRIBED` of them
     origins: NDArray[Any]  # runs of the documents, with lines and files counted within the block
     checksums: tuple[bytes, ...]  # of the lines, or of each plain file
@@ -108,6 +119,8 @@ class BlockEncoder:
         self._tokenizer = tokenizer
         self._engine = engine
         self._dtype = id_dtype(tokenizer.vocab_size)
+        self._transforms = DocumentTransforms(plan.steps, plan.keys)
+        self._dropped: Counter[str] = Counter()  # of the current block
 
     def __call__(self, block: Block) -> EncodedBlock:
         """Return the ids of a block's documents."""
@@ -128,6 +141,7 @@ class BlockEncoder:
             empty=sum(int(np.count_nonzero(column.lengths == 0)) for column in encoded),
             text_bytes=sum(sum(map(len, texts)) for texts in columns),
             bad=len(bad),
+            dropped=dict(self._dropped),
             described=tuple(bad[:MAX_DESCRIBED]),
             origins=_origins(block, places),
             checksums=checksums,
@@ -137,14 +151,20 @@ class BlockEncoder:
     def _read(self, block: Block) -> tuple[list[list[bytes]], list[tuple[Path, int]], list[BadDocument]]:
         """Return for each key the texts in UTF-8, the file and line of each valid document, and the bad documents."""
         keys = self._plan.keys
-        if isinstance(block, LineBlock) and not block.damage and not is_table(block.file):
+        self._dropped.clear()
+        are_texts = not self._transforms and isinstance(block, LineBlock) and not (block.damage or block.dropped)
+        if are_texts and isinstance(block, LineBlock) and not is_table(block.file):
             columns = parse_valid_lines(block.read(), keys)
             if columns is not None:
                 return columns, [(block.file, number) for number in range(1, len(columns[0]) + 1)], []
         columns, places, bad = [[] for _ in keys], [], []
-        for document in read_block(block, keys, any_bytes=isinstance(self._tokenizer, ByteTokenizer)):
+        any_bytes = isinstance(self._tokenizer, ByteTokenizer)
+        for document in read_block(block, keys, any_bytes, self._transforms):
             if isinstance(document, BadDocument):
                 bad.append(document)
+                continue
+            if isinstance(document, DroppedDocument):
+                self._dropped[document.reason] += 1
                 continue
             places.append(document.place)
             for column, text in zip(columns, document.texts):
@@ -277,7 +297,12 @@ class RunState:
 
 
 def _settings(
-    plan: PreprocessOptions, tokenizer: Tokenizer, engine: EncodeEngine, stats: Sequence[os.stat_result]
+    plan: PreprocessOptions,
+    tokenizer: Tokenizer,
+    engine: EncodeEngine,
+    transforms: DocumentTransforms,
+    stats: Sequence[os.stat_result],
+    drop: DropList | None,
 ) -> dict[str, str]:
     """Return everything the output and its blocks depend on, by the flag that sets it."""
     files = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(plan.files, stats)]
@@ -288,17 +313,24 @@ def _settings(
         "--tokenizer-type or --tokenizer-model": checksum(TokenizerRecord.of(tokenizer).to_bytes()),
         "--append-eod": str(plan.append_eod),
         "--engine": engine.name,
+        "--shard": str(plan.shard),
+        ", ".join((MAP, FILTER, QUALITY)): json.dumps(transforms.describe()),
         "--max-line-bytes": str(plan.max_line_bytes),
+        "--drop": "" if drop is None else drop.digest,
         "versions of libraries": f"{libraries}, blocks {BLOCK_FORMAT} of {plan.block_bytes}",
     }
 
 
-def _describe(plan: PreprocessOptions, tokenizer: Tokenizer, engine: EncodeEngine) -> dict[str, Any]:
+def _describe(
+    plan: PreprocessOptions, tokenizer: Tokenizer, engine: EncodeEngine, transforms: DocumentTransforms
+) -> dict[str, Any]:
     """Return the fields of the manifest that are known before the input is read."""
     return {
         "tokenizer": {"type": TokenizerRecord.of(tokenizer).tokenizer_type, "fingerprint": tokenizer.fingerprint},
         "options": {"append_eod": plan.append_eod, "json_keys": plan.keys, "max_line_bytes": plan.max_line_bytes},
         "engine": engine.name,
+        "steps": transforms.describe(),
+        **({} if plan.shard is None else {"shard": plan.shard}),
     }
 
 
@@ -348,23 +380,25 @@ def write_dataset(
         OSError: if a file cannot be read or written.
     """
     _check_keys(plan)
+    drop = None if plan.drop is None else DropList.open(plan.drop)
     before = [file.stat() for file in plan.files]
+    transforms = DocumentTransforms(plan.steps, plan.keys)
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         pool = stack.enter_context(closing(EncoderPool(plan, tokenizer.fingerprint))) if plan.workers > 1 else None
         is_compared = tokenizer.files and plan.engine != OWN_LIBRARY
-        sample = read_sample(plan.files, plan.keys, plan.max_line_bytes) if is_compared else []
+        sample = read_sample(plan.files, plan.keys, plan.max_line_bytes, transforms) if is_compared else []
         engine = choose_engine(tokenizer, sample, plan.engine)
         check()
         progress.message(f"engine: {engine.name} ({engine.reason})")
         extra_files = {f"{FILES_SUFFIX}/{name}": content for name, content in tokenizer.files.items()}
         extra_files[RECORD_SUFFIX] = TokenizerRecord.of(tokenizer).to_bytes()
         dtype = id_dtype(tokenizer.vocab_size)
-        state = _resume(plan, _settings(plan, tokenizer, engine, before), progress.message)
+        state = _resume(plan, _settings(plan, tokenizer, engine, transforms, before, drop), progress.message)
         totals = replace(state.totals, before=state.totals)
         report = BadDocumentReport(plan.skip_bad, progress.message, state.bad)
         names = [plan.names.get(str(file), str(file)) for file in plan.files]
-        inputs, manifest = InputRecords(state.inputs), _describe(plan, tokenizer, engine)
+        inputs, manifest = InputRecords(state.inputs), _describe(plan, tokenizer, engine, transforms)
         writers = [
             stack.enter_context(
                 IndexedDatasetWriter(output_prefix(plan.prefix, key), dtype, extra_files, written, names, manifest)
@@ -380,8 +414,11 @@ def write_dataset(
 
         state_path = RunState.path(plan.prefix, plan.keys)
         next_save = time.monotonic() + SAVE_SECONDS
-        unread = split_into_blocks(plan.files[state.files :], plan.keys, plan.block_bytes, plan.max_line_bytes)
-        blocks = islice(unread, state.blocks, None)
+        files, start = plan.files[state.files :], 0 if state.files else plan.start
+        unread = split_into_blocks(
+            files, plan.keys, plan.block_bytes, plan.max_line_bytes, transforms, start, plan.stop
+        )
+        blocks = islice(unread if drop is None else mark_dropped(unread, drop), state.blocks, None)
         encode = BlockEncoder(plan, tokenizer, engine)
         here = ((block, encode(block)) for block in blocks)
         results = here if pool is None else pool.encoded(blocks, engine.name, check)
@@ -396,7 +433,8 @@ def write_dataset(
             origins["file"] += state.files
             if isinstance(block, LineBlock):
                 origins["row"] += report.lines_before(block)
-            report.add(block, result.lines, result.documents + result.bad, result.described, result.bad)
+            found = result.documents + result.bad + sum(result.dropped.values()) + len(block.dropped)
+            report.add(block, result.lines, found, result.described, result.bad)
             for writer, column in zip(writers, result.columns):
                 writer.add_origins(origins)
                 writer.add_documents(*column)
@@ -405,6 +443,8 @@ def write_dataset(
             totals.empty += result.empty
             totals.text_bytes += result.text_bytes
             totals.bad = report.count
+            dropped = Counter(result.dropped) + Counter({DROP_LIST: len(block.dropped)})
+            totals.dropped = dict(sorted((Counter(totals.dropped) + dropped).items()))
             totals.tokens = sum(writer.num_tokens for writer in writers)
             state.add(block)
             progress.update(totals)
@@ -412,13 +452,13 @@ def write_dataset(
                 save()
                 next_save = time.monotonic() + SAVE_SECONDS
         _check_unchanged(plan.files, before)
-        if not totals.tokens:
-            seen = f"the documents of the input are all empty ({totals.documents:,})"
-            raise DataError(seen, "another --input")
+        if not totals.tokens and plan.shard is None:
+            lost = f"{totals.documents:,} are empty, {sum(totals.dropped.values()):,} were dropped"
+            raise DataError(f"no document of the input has text: {lost}", "another --input")
         state.complete = True
         save()
         manifest["inputs"] = [*inputs.describe(names)]
-        manifest["dropped"] = {"invalid": totals.bad} if totals.bad else {}
+        manifest["dropped"] = dict(sorted((totals.dropped | ({"invalid": totals.bad} if totals.bad else {})).items()))
         manifest["counts"] = {"text_bytes": totals.text_bytes}
         publish_all(writers)
         state_path.unlink()
@@ -443,16 +483,21 @@ def _check_keys(plan: PreprocessOptions) -> None:
         check_single_key(file, plan.keys)
 
 
-def read_sample(files: Sequence[Path], keys: Sequence[str], max_line_bytes: int = MAX_LINE_BYTES) -> list[str]:
+def read_sample(
+    files: Sequence[Path],
+    keys: Sequence[str],
+    max_line_bytes: int = MAX_LINE_BYTES,
+    transforms: DocumentTransforms | None = None,
+) -> list[str]:
     """Return the first texts of the input, at most `SAMPLE_BYTES` of them, without invalid documents.
 
     They are searched for in the first `SAMPLE_SEARCH_BYTES`, so that an input without valid texts fails soon.
     """
     found: list[str] = []
     size = searched = 0
-    for block in split_into_blocks(files, keys, SAMPLE_BYTES, max_line_bytes):
-        for document in read_block(block, keys):
-            searched += document.num_bytes
+    for block in split_into_blocks(files, keys, SAMPLE_BYTES, max_line_bytes, transforms):
+        for document in read_block(block, keys, transforms=transforms):
+            searched += 0 if isinstance(document, DroppedDocument) else document.num_bytes
             for text in document.texts if isinstance(document, TextDocument) else ():
                 characters = text.decode() if isinstance(text, bytes) else text
                 found.append(characters[: SAMPLE_BYTES - size])

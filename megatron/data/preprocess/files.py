@@ -54,7 +54,8 @@ def uncompressed_name(file: Path) -> str:
     return file.name[: len(file.name) - len(compression_suffix(file))]
 
 
-def _positive(text: str) -> int:
+def positive_int(text: str) -> int:
+    """Convert the value of a flag."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
@@ -75,7 +76,7 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=keys)
     add("--suffix", nargs="+", default=suffixes, metavar=".EXT", help=f"{folder_files} ({' '.join(suffixes)})")
     add("--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to skip inside a folder")
-    add("--max-line-bytes", type=_positive, default=MAX_LINE_BYTES, metavar="N", help=longest)
+    add("--max-line-bytes", type=positive_int, default=MAX_LINE_BYTES, metavar="N", help=longest)
     add("--on-bad-line", choices=("fail", "skip"), default="fail", help=bad_lines)
     add_links_flag(parser)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ ARROW_FILE_MAGIC = b"ARROW1"  # begins a file with random access; the streams th
 
 TABLES_FIX = "pip install 'megatron-pretrain[tables]'"
 
-Row = dict[str, bytes | None]  # the text of each column in UTF-8, or null
+Row = dict[str, Any]  # by column: the text in UTF-8 or null of `read_batches`, any value of `read_rows`
 
 
 class UnreadableTableError(DataError):
@@ -52,14 +53,9 @@ def read_batches(
     Raises:
         UnreadableTableError: if the file is damaged, or a column is missing or not text.
     """
-    try:  # here, because it takes a while
-        import pyarrow as pa  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise DataError(f"pyarrow is needed for {file}", TABLES_FIX) from error
-    read = _read_parquet if file.suffix.lower() == ".parquet" else _read_arrow
     most = max(1, batch_bytes // ROW_BYTES)
-    try:
-        for batch, end in read(file, keys, batch_bytes):
+    with _named_errors(file):
+        for batch, end in _read_table(file, keys, batch_bytes, texts=True):
             columns = [_checked(batch.column(key)) for key in keys]
             for first in range(0, batch.num_rows, most):
                 some = [column.slice(first, most) for column in columns]
@@ -71,6 +67,30 @@ def read_batches(
                     fits = int(ends[stop - 1]) - before <= max(batch_bytes, max_row_bytes)
                     yield _serialize([each.slice(start, stop - start) for each in some], keys) if fits else None, end
                     start = stop
+
+
+def read_rows(
+    file: Path, columns: Sequence[str] | None, batch_bytes: int, max_row_bytes: int
+) -> Iterator[tuple[bytes | None, int]]:
+    """Yield batches as `read_batches` does, of rows with these ``columns`` of any type; None for all."""
+    with _named_errors(file):
+        for batch, end in _read_table(file, columns, batch_bytes, texts=False):
+            batch.validate(full=True)
+            count = max(1, batch_bytes * batch.num_rows // max(batch.nbytes, ROW_BYTES * batch.num_rows, 1))
+            for first in range(0, batch.num_rows, count):
+                rows = batch.slice(first, count)
+                yield None if rows.num_rows == 1 and rows.nbytes > max_row_bytes else _to_stream(rows), end
+
+
+@contextmanager
+def _named_errors(file: Path) -> Iterator[None]:
+    """Convert the errors of a damaged table to UnreadableTableError."""
+    try:  # here, because it takes a while
+        import pyarrow as pa  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise DataError(f"pyarrow is needed for {file}", TABLES_FIX) from error
+    try:
+        yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # of names
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -78,14 +98,20 @@ def read_batches(
         raise UnreadableTableError(f" cannot be read from here on: {clipped(reason)}", "copy the file again") from error
 
 
-def _read_parquet(file: Path, keys: Sequence[str], batch_bytes: int) -> Iterator[tuple[Any, int]]:
+def _read_table(file: Path, columns: Sequence[str] | None, batch_bytes: int, texts: bool) -> Iterator[tuple[Any, int]]:
+    """Yield the batches of a table, and about how many bytes of it have been read."""
+    read = _read_parquet if file.suffix.lower() == ".parquet" else _read_arrow
+    return read(file, columns, batch_bytes, texts)
+
+
+def _read_parquet(file: Path, keys: Sequence[str] | None, batch_bytes: int, texts: bool) -> Iterator[tuple[Any, int]]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False) as table:
-        _check_columns(table.schema_arrow, keys)
+        _check_columns(table.schema_arrow, keys, texts)
         size, total, done = file.stat().st_size, table.metadata.num_rows, 0
         read, held = [], 0
-        for batch in table.iter_batches(READ_ROWS, columns=keys, use_threads=False):
+        for batch in table.iter_batches(READ_ROWS, columns=keys and [*keys], use_threads=False):
             read.append(batch)
             done, held = done + batch.num_rows, held + batch.nbytes
             if held >= batch_bytes:
@@ -102,14 +128,15 @@ def _join(batches: Sequence[Any]) -> Any:
     return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
-def _read_arrow(file: Path, keys: Sequence[str], batch_bytes: int) -> Iterator[tuple[Any, int]]:
+def _read_arrow(file: Path, keys: Sequence[str] | None, batch_bytes: int, texts: bool) -> Iterator[tuple[Any, int]]:
     import pyarrow as pa
 
     with pa.memory_map(str(file)) as source:
         has_footer = source.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC
         source.seek(0)
         reader = pa.ipc.open_file(source) if has_footer else pa.ipc.open_stream(source)
-        _check_columns(reader.schema, keys)
+        _check_columns(reader.schema, keys, texts)
+        keys = keys or reader.schema.names
         count = reader.num_record_batches if has_footer else 0
         for number in range(count):
             yield reader.get_batch(number).select(keys), source.size() * (number + 1) // count
@@ -117,17 +144,18 @@ def _read_arrow(file: Path, keys: Sequence[str], batch_bytes: int) -> Iterator[t
             yield batch.select(keys), source.tell()
 
 
-def _check_columns(schema: Any, keys: Sequence[str]) -> None:
+def _check_columns(schema: Any, keys: Sequence[str] | None, texts: bool) -> None:
+    """Raise UnreadableTableError if a column is missing, or, where all should be ``texts``, not text."""
     from pyarrow import types
 
-    for key in keys:
+    for key in schema.names if keys is None else keys:
         if key not in schema.names:
             has = listed(schema.names, 8) or "none"
             raise UnreadableTableError(f" has no column '{key}'; its columns: {has}", "--json-keys COLUMN")
         if schema.names.count(key) > 1:
             raise UnreadableTableError(f" has several columns '{key}'", "rename them")
         kind = schema.field(key).type
-        if str(kind.value_type if types.is_dictionary(kind) else kind) not in TEXT_TYPES:
+        if texts and str(kind.value_type if types.is_dictionary(kind) else kind) not in TEXT_TYPES:
             raise UnreadableTableError(f": '{key}' is {clipped(kind)}, not a string", "--json-keys COLUMN")
 
 
@@ -168,7 +196,13 @@ def _serialize(columns: Sequence[Any], keys: Sequence[str]) -> bytes:
     import pyarrow as pa
 
     texts = [column.dictionary_decode() if pa.types.is_dictionary(column.type) else column for column in columns]
-    rows = pa.record_batch([text.cast(pa.large_binary()) for text in texts], list(keys))
+    return _to_stream(pa.record_batch([text.cast(pa.large_binary()) for text in texts], list(keys)))
+
+
+def _to_stream(rows: Any) -> bytes:
+    """Return an Arrow stream of a record batch."""
+    import pyarrow as pa
+
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as writer:
         writer.write_batch(rows)

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -34,6 +35,16 @@ Answer = TypeVar("Answer")
 POLL_SECONDS = 0.2  # seconds between polls
 JOIN_SECONDS = 10.0  # seconds to wait for a process to end
 REQUESTS_PER_WORKER = 2  # submitted per worker: one being served, one queued
+
+
+def available_cores() -> int:
+    """Return the number of cores available to this process, limited by its affinity and control group."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return bound
+    return bound if quota == "max" else max(1, min(bound, round(int(quota) / int(period))))
 
 
 class Worker(NamedTuple):

@@ -20,14 +20,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.durable_files import make_folder, publish_file
+from megatron.config.batch import WHOLE_RUN
 from megatron.config.files import open_regular, parse_json
 from megatron.config.privacy import check_access, redact
 from megatron.config.text import printable
 from megatron.data.loader import DataSource
+from megatron.data.skipped_dataset import SKIPPED
 from megatron.training.loggers.base import BY_LAYER, Metrics
 from megatron.training.loggers.feature_metrics import FURTHER_LOSSES
 from megatron.training.startup import start_phrase
@@ -131,9 +134,9 @@ def environment_info(device_name: str, world_size: int) -> dict[str, Any]:
     }
 
 
-def data_summary(data: DataSource) -> dict[str, object]:
+def data_summary(data: DataSource) -> dict[str, dict[str, object]]:
     """Return the size, sources and fingerprint of the data of each split."""
-    summary: dict[str, object] = {}
+    summary: dict[str, dict[str, object]] = {}
     for split, samples in data.used.items():
         dataset = data.datasets[split]
         tokens = samples * data.seq_length
@@ -145,6 +148,9 @@ def data_summary(data: DataSource) -> dict[str, object]:
             "fingerprint": data.fingerprints[split],
             "sources": sources or [{"source": dataset.describe(tokens)}],  # generated samples are read from no source
         }
+        if split == "train":  # what else tools/inspect_dataset.py needs to find the samples of a step
+            summary[split] |= {"stream": list(data.stream), SKIPPED: data.skipped.to_list()}
+            summary[split] |= {} if data.origin == WHOLE_RUN else {"phase": data.origin.to_state()}
     return summary
 
 
@@ -304,7 +310,9 @@ class HistoryPoint(NamedTuple):
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens of the last step of a line of training."""
+        """Tokens of the last step of a line of training; with phases, whose samples differ, of the mean one."""
+        if "phase" in self.line:
+            return float(self.line["tokens-per-second"] * self.line["iteration-time"])
         return float(self.line["batch-size"] * self.tokens / self.line["consumed-samples"])
 
     @property
@@ -337,7 +345,7 @@ class RunHistory:
             self.points = {key: point for key, point in self.points.items() if point.iteration <= iteration}
             self.restarts = [at for at in self.restarts if at < tokens]
             self.errors = [at for at in self.errors if at <= tokens]
-            if self.train:
+            if self.train and self.train[-1].line.get("phase") == line.get("phase"):  # else a phase begins
                 self.restarts.append(tokens)
         elif line.get("event") == "error":
             self.errors.append(int(line["consumed-tokens"]))
@@ -350,6 +358,16 @@ class RunHistory:
     def train(self) -> list[HistoryPoint]:
         """Log lines of training."""
         return [point for point in self.points.values() if point.name == "training"]
+
+    @property
+    def phases(self) -> list[tuple[str, int, int]]:
+        """Name, first and last token of each phase; empty for a run without names of phases."""
+        begins, found = 0, list[tuple[str, int, int]]()
+        for name, points in groupby(self.train, lambda point: str(point.line.get("phase", ""))):
+            ends = [*points][-1].tokens
+            found.append((name, begins, ends))
+            begins = ends
+        return found if any(name for name, _, _ in found) else []
 
     @property
     def evaluations(self) -> list[HistoryPoint]:

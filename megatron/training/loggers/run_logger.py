@@ -24,6 +24,7 @@ import torch
 from megatron.arguments.sources import to_yaml
 from megatron.checkpoint.errors import SupersededError
 from megatron.checkpoint.location import Location
+from megatron.config.batch import WHOLE_RUN, Origin
 from megatron.config.errors import Problem, UserError
 from megatron.config.plugins import registered
 from megatron.config.privacy import redact
@@ -65,6 +66,8 @@ class RunLogger:
         enabled: bool = True,
         iteration: int = 0,
         consumed_samples: int = 0,
+        origin: Origin = WHOLE_RUN,
+        later: tuple[int, int] = (0, 0),
         run_id: str = "",
         data: Mapping[str, object] | None = None,
         facts: StartFacts | None = None,
@@ -79,6 +82,8 @@ class RunLogger:
             enabled: whether this rank reports; usually ``rank == 0``.
             iteration: steps taken before this start.
             consumed_samples: samples used in these steps.
+            origin: of the current phase.
+            later: steps and tokens of the phases after it.
             run_id: identifies the run across restarts.
             data: summary of the training data, written to the folder.
             facts: job and start numbers.
@@ -94,7 +99,8 @@ class RunLogger:
         self._superseded: SupersededError | None = None
         self._next_check = time.monotonic() + SUPERSEDED_CHECK_SECONDS
         self._loggers: dict[str, Callable[..., None]] = {}  # call a method of a logger; by its name in warnings
-        self._seq_length = config.training.seq_length
+        self._seq_length, self._origin = config.training.seq_length, origin
+        self._phase = {"phase": config.training.phase_name} if config.training.phase_name else {}
         self._world_size = world_size
         self._has_loss_curve = False
         self._console = ConsoleLogger()
@@ -102,14 +108,16 @@ class RunLogger:
         if not enabled:
             return
         name = device_name(device)
-        self._throughput_model = ThroughputModel.from_config(config, world_size, name, iteration, consumed_samples)
+        self._throughput_model = ThroughputModel.from_config(
+            config, world_size, name, iteration, consumed_samples, origin, later
+        )
         self._console = open_console(iteration, self._throughput_model.total_iterations)
         reuse_note = None
         if self.folder is not None:
             reuse_note = self._open_folder(self.folder, to_yaml(config), name, data or {})
         self._open_trackers(config, run_id, name)
         kind = "evaluation" if config.training.skip_train else "start"  # an evaluation does not restart the loss curve
-        self._event(kind, {"run-id": run_id, "world-size": world_size, **(facts or {})})
+        self._event(kind, {"run-id": run_id, "world-size": world_size, **self._phase, **(facts or {})})
         if reuse_note:
             self._has_loss_curve = not config.training.skip_train
             self.note(reuse_note)
@@ -174,7 +182,7 @@ class RunLogger:
 
     def stepped(self, iteration: int, consumed_samples: int, read: Callable[[], Metrics] | None = None) -> None:
         """Update the progress after a step; ``read`` returns the metrics to log if the run fails before its line."""
-        tokens = consumed_samples * self._seq_length
+        tokens = self._origin.tokens + (consumed_samples - self._origin.samples) * self._seq_length
         self._progress = {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
         self._read_pending = read
         self._console.stepped(iteration)
@@ -192,7 +200,8 @@ class RunLogger:
         self._owns_run()
         if self._superseded is not None:
             raise self._superseded
-        self.log({**metrics, **self._throughput_model.metrics(metrics), "world-size": self._world_size})
+        throughput = self._throughput_model.metrics(metrics)
+        self.log({**metrics, **throughput, **self._phase, "world-size": self._world_size})
 
     def log(self, metrics: Metrics) -> None:
         """Report any metrics of the current step. Their names should not clash with those of `METRICS`."""

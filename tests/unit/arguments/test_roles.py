@@ -232,9 +232,12 @@ LEFT_OUT = {
     "they need a GPU": "cuda_graph reduced_precision_reduction",
     "they need files": """
         data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split mock_data
+        data_mixture data_mixture_stages
         chat_data_path valid_chat_data_path chat_template bad_samples num_epochs
         multiple_validation_sets validation_set_names
-        packing reset_position_ids reset_attention_mask reset_attention_pattern eod_mask_loss eod_id
+        packing fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix
+        fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token fim_eod_token
+        reset_position_ids reset_attention_mask reset_attention_pattern eod_mask_loss eod_id
         tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens""",
     "they need pairs or a teacher, as tests/parity/test_preference.py has": """
         dpo_loss_type dpo_beta dpo_label_smoothing

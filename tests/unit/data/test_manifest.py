@@ -12,7 +12,7 @@ import xxhash
 from megatron.data import manifest as manifest_module
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.manifest import InputRecords, Manifest
+from megatron.data.manifest import DatasetManifest, InputRecords
 from megatron.data.preprocess.encode import PreprocessOptions
 from megatron.data.tokenizers.huggingface import ByteTokenizer
 from tests.unit.data.pairs import write
@@ -46,9 +46,9 @@ def blocks(path: Path) -> list[str]:
     return [xxhash.xxh3_64_hexdigest(content[i : i + BLOCK]) for i in range(0, len(content), BLOCK)]
 
 
-def check(prefix: Path) -> Manifest:
+def check(prefix: Path) -> DatasetManifest:
     """Compare a manifest with the files beside it."""
-    manifest, data = Manifest.read(prefix), IndexedDataset(prefix)
+    manifest, data = DatasetManifest.read(prefix), IndexedDataset(prefix)
     assert manifest is not None
     for suffix in ("bin", "idx", "origins"):
         path = Path(f"{prefix}.{suffix}")
@@ -71,19 +71,19 @@ def test_it_describes_what_was_read_and_written(tmp_path: Path) -> None:
 
 def test_inputs_have_checksums_of_their_blocks(tmp_path: Path) -> None:
     changed = preprocessed(tmp_path, "a")
-    before = Manifest.read(changed)
+    before = DatasetManifest.read(changed)
     lines = tmp_path / "a.jsonl"
     lines.write_bytes(lines.read_bytes().replace(b"a 99", b"b 99", 1))
     flags = ["--output-prefix", str(tmp_path / "a"), "--tokenizer-type", "ByteTokenizer", "--overwrite"]
     assert preprocess(["--input", str(lines), *flags, "--on-bad-line", "skip"]) == 0
-    after = Manifest.read(changed)
+    after = DatasetManifest.read(changed)
     assert before is not None
     assert after is not None
     assert before.facts["inputs"][0]["xxh3"] != after.facts["inputs"][0]["xxh3"]
     one = tmp_path / "one.txt"
     one.write_bytes(b"a text")
     assert preprocess(["--input", str(one), *flags[2:], "--output-prefix", str(tmp_path / "one")]) == 0
-    found = Manifest.read(tmp_path / "one_text_document")
+    found = DatasetManifest.read(tmp_path / "one_text_document")
     assert found is not None
     digest = xxhash.xxh3_64_hexdigest(xxhash.xxh3_64_digest(b"a text"))
     assert found.facts["inputs"] == [{"file": str(one), "bytes": 6, "xxh3": digest}]
@@ -113,7 +113,7 @@ def test_a_merged_pair_has_the_manifest_of_one_preprocessing(tmp_path: Path) -> 
     assert (tmp_path / "m.manifest.json").read_bytes() == whole.read_bytes()
     Path(f"{parts[0]}.manifest.json").unlink()
     assert merge(["--input", *map(str, parts), "--output-prefix", str(tmp_path / "n")]) == 0
-    partly = Manifest.read(tmp_path / "n")
+    partly = DatasetManifest.read(tmp_path / "n")
     assert partly is not None
     assert partly.facts == {}
     assert (tmp_path / "n.bin").read_bytes() == (tmp_path / "m.bin").read_bytes()
@@ -152,4 +152,4 @@ def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
     for content in ("{", "[]", '{"format": "other"}', '{"format": "megatron-pretrain-data", "version": 1}'):
         Path(f"{prefix}.manifest.json").write_text(content)
         with pytest.raises(DataError, match=r"manifest\.json is damaged"):
-            Manifest.read(prefix)
+            DatasetManifest.read(prefix)

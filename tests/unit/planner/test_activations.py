@@ -160,7 +160,8 @@ ONE_RANK = [
         for options in ("", "--glu-linear-offset 1", "--glu-linear-offset 1 --activation-func-clamp-value 2")
     ),
     f"{EXPERTS.replace('--swiglu --disable-bias-linear', '--quick-geglu')} --activation-func-clamp-value 2",
-    f"{LONG} --seq-length 2048 --attention-dropout 0.1 --micro-batch-size 2 --global-batch-size 2 --mlp-chunk-size 200",
+    f"{LONG} --seq-length 2048 --num-attention-heads 2 --attention-dropout 0.1 --mlp-chunk-size 200"
+    " --micro-batch-size 2 --global-batch-size 2",
     f"{MANY_EXPERTS} --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type global_aux_loss",
     f"{MANY_EXPERTS} --moe-z-loss-coeff 0.1 --moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias",
     f"{MANY_EXPERTS} --moe-router-dtype fp64 --moe-router-load-balancing-type sinkhorn",

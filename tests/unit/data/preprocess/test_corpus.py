@@ -33,13 +33,14 @@ from megatron.data.preprocess.corpus import (
     LineBlock,
     TextDocument,
     load_block,
-    parse_line,
+    parse_record,
     parse_valid_lines,
     read_block,
     read_documents,
     split_into_blocks,
     split_lines,
     split_lines_file,
+    text_of,
 )
 from megatron.data.preprocess.files import find_text_files
 from megatron.data.preprocess.streams import COMPRESSION_SUFFIXES, DamagedStreamError, decompress
@@ -458,6 +459,11 @@ def test_pieces_are_small_however_well_a_text_compresses(suffix: str) -> None:
 
 
 FILE = Path("x.jsonl")
+
+
+def parse_line(line: bytes, keys: Sequence[str], file: Path) -> tuple[str, ...]:
+    record = parse_record(line, file)
+    return tuple(text_of(record, key) for key in keys)
 
 
 @pytest.fixture(params=["orjson", "json"])

@@ -1,0 +1,78 @@
+"""Quality filters of published corpora, as implemented by `datatrove <https://github.com/huggingface/datatrove>`_."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from megatron.data.errors import DataError
+
+QUALITY_FIX = "pip install 'megatron-pretrain[quality]'"
+FILTERS = {
+    "gopher-repetition": "GopherRepetitionFilter",
+    "gopher-quality": "GopherQualityFilter",
+    "c4": "C4QualityFilter",
+    "fineweb": "FineWebQualityFilter",
+}
+"""Classes of datatrove's filters. Rules of Gopher: arXiv 2112.11446, of C4: arXiv 1910.10683, of FineWeb: arXiv
+2406.17557. That of C4 also removes lines."""
+
+GROUPS = {"gopher": ("gopher-repetition", "gopher-quality")}
+"""Names of several filters, in their order."""
+
+
+class QualityFilter(NamedTuple):
+    """A filter of texts, as the fields of a loaded step."""
+
+    fingerprint: str
+    takes_text: bool
+    columns: None
+    apply: Callable[[str], tuple[str | None, str]]
+
+
+def expand_groups(name: str) -> tuple[str, ...]:
+    """Return the filters that a value of ``--quality`` stands for.
+
+    Raises:
+        DataError: if there is none of this name.
+    """
+    base = name.partition(":")[0]
+    if base not in FILTERS and name not in GROUPS:
+        raise DataError(f"--quality {name}: there is no such filter", f"--quality {' | '.join((*GROUPS, *FILTERS))}")
+    return GROUPS.get(name, (name,))
+
+
+def load_quality_filter(name: str) -> QualityFilter:
+    """Return the filter ``NAME[:OPTION=VALUE,...]`` with the options of its class, by default those of datatrove.
+
+    Raises:
+        DataError: if the library is missing, or has no such options.
+    """
+    try:
+        from datatrove.data import Document
+        from datatrove.pipeline import filters
+    except ImportError as error:
+        raise DataError(f"--quality {name} needs datatrove: {error}", QUALITY_FIX) from error
+    base, _, options = name.partition(":")
+    try:
+        given = dict(option.split("=", 1) for option in options.split(",") if option)
+        quality = getattr(filters, FILTERS[base])(**{key: _value(text) for key, text in given.items()})
+    except (TypeError, ValueError) as error:
+        raise DataError(f"--quality {name}: wrong options: {error}", f"--quality {base}:OPTION=NUMBER") from error
+
+    def apply(text: str) -> tuple[str | None, str]:
+        document = Document(text, "0")
+        result = quality.filter(document)
+        kept, reason = result if isinstance(result, tuple) else (result, "")
+        return (document.text, "") if kept else (None, f"--quality {base}{': ' * bool(reason)}{reason or ''}")
+
+    return QualityFilter(f"datatrove {version('datatrove')}", True, None, apply)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,202 @@
+"""The part of ``tools/inspect_dataset.py`` that shows the samples of a run's steps, and of spikes of its loss."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megatron.arguments.cli import parse
+from megatron.config.errors import UserError
+from megatron.config.text import counted, echo, listed, listed_ranks, shell_word
+from megatron.convert.huggingface.config import read_model_values
+from megatron.data.errors import DataError, ToolParser, disk_error
+from megatron.training.resume_source import stored_config
+from megatron.training.start import with_data
+from tools.lib.run_samples import DocumentFinder, RunSamples, RunStart, StepSamples
+from tools.lib.spikes import Spike, exclusion_file, find_spikes, resume_command
+
+MOST_DOCUMENTS = 5
+"""Documents that a report on spikes names."""
+
+
+def build_parser() -> ToolParser:
+    """Return the command-line parser."""
+    parser = ToolParser(
+        "inspect_dataset.py",
+        description="Show the training samples of steps of a run: documents, input files and lines, text, and ranks. "
+        "Instead of --run, the flags of a run that has not started may follow after --.",
+        epilog="Exit status: 1 if the data cannot be read or are not those of the run, 2 for wrong flags.",
+    )
+    parser.add_argument("--run", type=Path, metavar="RUN_DIR", help="folder given to the run as --run-dir")
+    parser.add_argument("--step", type=int, nargs="+", default=[], metavar="N", help="steps, counted from 1")
+    parser.add_argument("--samples", type=int, nargs="+", metavar="I", help="only these samples of a step, from 0")
+    parser.add_argument("--rank", type=int, metavar="R", help="only the samples that this rank reads")
+    parser.add_argument("--tokens", type=int, default=48, metavar="N", help="tokens shown of each document (48)")
+    parser.add_argument("--spike", action="store_true", help="find the spikes of the loss and the gradient norm")
+    parser.add_argument("--deviations", type=float, default=6.0, metavar="Z", help="robust z-score of a spike (6)")
+    parser.add_argument(
+        "--window", type=int, default=64, metavar="N", help="log lines that a line is compared with (64)"
+    )
+    parser.add_argument(
+        "--exclude", type=Path, metavar="FILE", help="write the places of the samples to FILE, for --skip-samples @FILE"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object per sample and line instead of text")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show samples, or spikes; return the exit status."""
+    own, flags = ([*argv], None) if "--" not in argv else ([*argv[: argv.index("--")]], [*argv[argv.index("--") + 1 :]])
+    parser = build_parser()
+    args = parser.parse(own)
+    if problem := flag_problem(args, flags):
+        return parser.fail(problem, 2)
+    try:
+        inspect(args, flags)
+    except (UserError, DataError) as error:
+        return parser.fail(error, 2 if isinstance(error, UserError) else 1)
+    except OSError as error:
+        return parser.fail(disk_error(error, args.exclude or "FILE", "--exclude"), 1)
+    return 0
+
+
+def flag_problem(args: argparse.Namespace, flags: Sequence[str] | None) -> DataError | None:
+    """Return what is wrong with the flags; ``flags`` are those of a run."""
+    if (args.run is None) == (flags is None):
+        return DataError("give either --run RUN_DIR or, after --, the flags of a run", "--run RUN_DIR --step 1")
+    if args.spike and args.run is None:
+        return DataError("--spike needs the log of a run", "--run RUN_DIR --spike")
+    if not args.step and not args.spike:
+        return DataError("give the steps to show, or --spike", "--step 1", "--spike")
+    if args.tokens < 0 or args.window < 1 or not args.deviations > 0:
+        return DataError("--tokens must be at least 0, --window at least 1 and --deviations above 0", "--window 64")
+    return None
+
+
+def inspect(args: argparse.Namespace, flags: Sequence[str] | None) -> None:
+    """Print what the flags ask for.
+
+    Raises:
+        DataError: if the data cannot be read, or are not those of the run.
+        UserError: if the flags of the run are wrong.
+        OSError: if a file cannot be read or written.
+    """
+    if flags is None:
+        run = RunSamples.of_folder(args.run)
+    else:
+        parsed = parse([*flags, "--check-config"], recall=stored_config, read_model=read_model_values)
+        config = with_data(parsed.config, parsed.world_size)
+        run = RunSamples([RunStart(config, parsed.world_size, {})])
+    steps, spikes = args.step, list[Spike]()
+    if args.spike:
+        found = find_spikes(run.lines, args.deviations, args.window)
+        spikes = [s for s in found if not steps or any(s.first <= step <= s.last for step in steps)]
+        steps = [step for spike in spikes for step in range(spike.first, spike.peak + 1)]
+        report_spikes(run, spikes, args.json)
+    else:
+        for step in steps:
+            for line in report_step(run.at(step), args):
+                echo(line)
+    if args.exclude is not None and steps:
+        exclude(run, steps, spikes, args.exclude, args.run)
+
+
+def report_step(found: StepSamples, args: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines on the samples of a step; JSON objects with ``--json``."""
+    numbers, readers, finder = found.numbers(), found.readers(), DocumentFinder(args.tokens)
+    if args.samples is not None and (beyond := [i for i in args.samples if not 0 <= i < len(numbers)]):
+        raise DataError(f"step {found.step} has samples 0 to {len(numbers) - 1}, no {beyond[0]}", "--samples 0")
+    chosen = range(len(numbers)) if args.samples is None else args.samples
+    shown = [numbers[i] for i in chosen if args.rank is None or args.rank in readers[numbers[i]][1]]
+    if not args.json:
+        first, last = found.place(numbers[0]), found.place(numbers[-1])
+        checked = "as the digests of the log show" if found.checked else "not yet in a log line that could be compared"
+        yield f"step {found.step}: {counted(found.size, 'sample')} at places {first} to {last}, {checked}"
+    train = found.source.datasets["train"]
+    for number in shown:
+        micro_batch, ranks = readers[number]
+        parts = [finder.part(span) for span in train.spans(number) if span.tokens]
+        facts: dict[str, Any] = {
+            "step": found.step,
+            "sample": number,
+            "place": found.place(number),
+            "micro_batch": micro_batch,
+            "ranks": ranks,
+            "checked": found.checked,
+            "documents": [asdict(part) for part in parts],
+        }
+        if not parts:  # generated, or conversations
+            facts["ids"] = train[number].tokens[: args.tokens].tolist()
+        if args.json:
+            yield json.dumps(facts)
+            continue
+        yield f"sample {number} at place {facts['place']}, micro-batch {micro_batch} of {listed_ranks(ranks)}"
+        for part in parts:
+            row = "" if part.row is None else f":{part.row}"
+            where = "" if part.file is None else f", {part.file}{row}"
+            span = f"tokens {part.first} to {part.first + part.tokens - 1} of {part.of}"
+            yield f"  {part.source} document {part.document}, {span}{where}"
+            shown_text = json.dumps(part.text, ensure_ascii=False) if part.text is not None else f"ids {part.ids}"
+            yield f"    {shown_text}{' ...' if part.tokens > len(part.ids) else ''}"
+        if not parts:
+            yield f"  ids {facts['ids']}"
+
+
+def report_spikes(run: RunSamples, spikes: Sequence[Spike], as_json: bool) -> None:
+    """Print the spikes, the places of their samples, and the documents that several of them have in common."""
+    if not spikes and not as_json:
+        echo(f"no spike in {counted(len(run.lines), 'log line')}")
+    finder, held = DocumentFinder(shown=0), Counter[tuple[str, int]]()
+    for spike in spikes:
+        steps = [run.at(step) for step in range(spike.first, spike.peak + 1)]
+        places = [each for found in steps for each in place_ranges(found)]
+        spans = (span for found in steps for i in found.numbers() for span in found.source.datasets["train"].spans(i))
+        documents = {(span.source, finder.document(span)) for span in spans if span.tokens}
+        held.update(documents)
+        if as_json:
+            numbers = {kind: finite(getattr(spike, kind)) for kind in ("scores", "values")}
+            echo(json.dumps({**asdict(spike), **numbers, "places": places, "documents": sorted(documents)}))
+        else:
+            echo(f"{spike}; samples at places {listed([f'{begin}:{end}' for begin, end in places])}")
+    common = [(document, count) for document, count in held.most_common(MOST_DOCUMENTS) if count > 1]
+    for (source, document), count in common if not as_json else ():
+        echo(f"  document {source}:{document} is in {count} of {len(spikes)} spikes")
+
+
+def finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    """Return numbers for JSON, which has no infinity."""
+    return {name: x if math.isfinite(x) else None for name, x in numbers.items()}
+
+
+def place_ranges(found: StepSamples) -> list[tuple[int, int]]:
+    """Return the places of the samples of a step, begin and end of each range."""
+    places = [found.place(number) for number in found.numbers()]
+    runs = ([*run] for _, run in groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]))
+    return [(run[0][1], run[-1][1] + 1) for run in runs]
+
+
+def exclude(run: RunSamples, steps: Sequence[int], spikes: Sequence[Spike], file: Path, folder: Path | None) -> None:
+    """Write the places of steps to a file, and print the command that goes on without them."""
+    reasons = {step: str(spike) for spike in spikes for step in range(spike.first, spike.peak + 1)}
+    ranges = []
+    for step in steps:
+        why = reasons.get(step, f"step {step}").partition(";")[0]
+        ranges += [(begin, end, f"step {step}, {why}") for begin, end in place_ranges(run.at(step))]
+    file.write_text(exclusion_file(ranges))
+    count = sum(end - begin for begin, end, _ in ranges)
+    echo(f"{file}: {counted(count, 'sample')} of {counted(len(steps), 'step')}", file=sys.stderr)
+    if folder is None:
+        echo(f"to leave them out: --skip-samples @{shell_word(str(file))}", file=sys.stderr)
+        return
+    config = run.starts[0].config
+    command, taken = resume_command(folder, config, min(steps), [*config.data.skip_samples, f"@{file.resolve()}"])
+    since = f"from step {taken}" if taken else "from the beginning"
+    echo(f"to go on {since} without them:\n{command}", file=sys.stderr)
