@@ -52,7 +52,7 @@ def run(folder: Path, flags: str, cache: str = "", blocks: int = 64) -> Outcome:
     """Train on the local or the remote pair."""
     token_store.token_store(DataStoreOptions())  # forgets the store that a run before has opened
     use_data_store(DataStoreOptions(), [])
-    flags += " --set data.mock_data=false --split 1 --eval-iters 0"
+    flags = f"--set data.mock_data=false --split 1 --eval-iters 0 {flags}"
     if cache:
         flags += (
             f" --data-store-cache {cache} --data-store-block-bytes {BLOCK} --data-store-cache-bytes {BLOCK * blocks}"
