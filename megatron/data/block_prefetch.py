@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from threading import Condition, Thread
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from megatron.data.errors import DataError
-from megatron.data.token_store import RemoteTokens
+
+if TYPE_CHECKING:
+    from megatron.data.token_store import RemoteTokens
 
 Block: TypeAlias = "tuple[RemoteTokens, int]"
 """A block: the ids, and its number."""

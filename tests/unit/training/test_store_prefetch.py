@@ -102,7 +102,7 @@ def test_blocks_are_fetched_before_they_are_read(pair: Path, store: Store, tmp_p
     with before_step(1, wait):
         remote = run(tmp_path / "a", f"--data-path {URI} {cut}", str(tmp_path / "cache"))
     assert remote.status == 0, remote.err
-    assert len(records(tmp_path / "a", "validation")) == 2
+    assert len(records(tmp_path / "a", "lm loss validation")) == 2
 
 
 def test_a_store_that_dies_stops_the_run_before_the_step_that_needs_it(
