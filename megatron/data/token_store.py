@@ -328,9 +328,8 @@ class TokenStore:
         }
         if f"{name}.tokenizer" in listing:
             inner = path.parent / f"{name}.tokenizer"
-            with store_errors(inner, "the folder cannot be listed"):
-                sizes = inner.files()
-            small |= {f"{name}.tokenizer/{file}": StoredObject(inner / file, size, "") for file, size in sizes.items()}
+            files = {file: entry for file, entry in self._list(inner).items() if entry["type"] == "file"}
+            small |= {f"{name}.tokenizer/{f}": StoredObject.of(inner / f, entry) for f, entry in files.items()}
         versions = sorted((key, each.size, each.version) for key, each in small.items())
         self._make_folder()
         folder = self.folder / f"{name}-{fingerprint(source.path, source.size, source.version)}"
