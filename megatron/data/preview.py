@@ -183,7 +183,7 @@ def _dataset_use(blend: Blend, tokens: int, part: float, packed: tuple[int, int]
     shares = [*(weight / total for weight in weights), *[0.0] * len(shown)]
     uses = []
     for data, size, share in zip(shown, lengths, shares):
-        bins = None if packed is None else pack_files(data, *packed)
+        bins = None if packed is None else pack_files(data, range(len(data)), *packed).bins
         once = size if packed is None or bins is None else len(bins) * packed[0]
         padding = None if packed is None or bins is None else bins.padding(*packed)
         epochs = tokens * share / (once * part) if once else 0.0
