@@ -24,6 +24,7 @@ from megatron.data.errors import DataError, ToolParser, disk_error
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspect import DatasetSummary, check_ids, sample_documents, summarize
 from megatron.data.manifest import DatasetManifest
+from megatron.data.prefixes import local_prefix
 from megatron.data.progress import ByteProgress
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.tokenizer import (
@@ -114,11 +115,12 @@ class Inspection(NamedTuple):
             "document_tokens": length_statistics(summary),
         }
         problem = None
-        if (manifest := DatasetManifest.read(prefix)) is not None:
+        if (manifest := DatasetManifest.read(local_prefix(prefix))) is not None:
             facts["manifest"] = {"counts": manifest.counts, **manifest.facts}
             if args.verify:
                 with closing(ByteProgress(sys.stderr, sum(file.bytes for file in manifest.files.values()))) as meter:
-                    manifest.check_files(prefix, meter.add)
+                    omit = () if data.remote is None else ("bin",)  # which is compared as it is read
+                    manifest.check_files(local_prefix(prefix), meter.add, omit)
         if args.verify and data.dtype.kind == "f":
             problem = f"{data.prefix}: values of type {data.dtype} are not ids and cannot be trained on"
         elif args.verify:

@@ -125,6 +125,10 @@ class SkippedDataset(Dataset):
         """See `Dataset.spans`."""
         return self.dataset.spans(self.place(i))
 
+    def source_of(self, i: int) -> str | None:
+        """See `Dataset.source_of`."""
+        return self.dataset.source_of(self.place(i))
+
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return how far the first ``samples`` samples advance in each source, which skipped samples do, too."""
         return self.dataset.source_usage(self.skipped.end(samples))
