@@ -71,6 +71,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
 def test_a_step_that_is_passed_over_consumes_its_samples_and_changes_nothing_else(tmp_path: Path) -> None:
     """Megatron-LM's numbers count from 1; the log has no line of the step alone."""
     flags = flags_of(tmp_path, "--save-interval 1 --skip-spikes 99 --spike-window 4 --eval-iters 1 --eval-interval 1")
+    flags += " --log-health-interval 3"
     plain = start(tiny_run(tmp_path / "plain", flags.replace("--split 1", "--split 8,2")))
     passed = tiny_run(
         tmp_path / "run", f"{flags.replace('--split 1', '--split 8,2')} --iterations-to-skip 3 6 --save {tmp_path}/s"
@@ -84,6 +85,7 @@ def test_a_step_that_is_passed_over_consumes_its_samples_and_changes_nothing_els
         assert all(np.array_equal(before[name].numpy(), after[name].numpy()) for name in before)
         assert now["consumed_samples"] == then["consumed_samples"] + 4
         assert now["spikes"] == then["spikes"]
+    assert not [line for line in records(tmp_path / "run", "iteration") if any(n.startswith("health/") for n in line)]
     lines = {line["iteration"]: line for line in records(tmp_path / "run")}
     assert sorted(lines) == [1, 2, 4, 5]
     assert lines[4]["skipped-iterations"] == [3]
