@@ -26,6 +26,7 @@ from megatron.training.components.optimizer_state import OptimizerState
 from megatron.training.components.passed_steps import PassedSteps
 from megatron.training.components.source_losses import SourceLosses
 from megatron.training.components.spikes import SpikeGuard
+from megatron.training.components.store_prefetch import StorePrefetch
 from megatron.training.diloco.component import Diloco
 from megatron.training.diloco.outer_optimizer import PARAM
 from megatron.training.frozen_models import FrozenModelInputs
@@ -83,6 +84,8 @@ def build_callbacks(
     """Create the components that act in the loop alone, when the start of the run is loaded."""
     config, logging = trainer.config, trainer.config.logging
     callbacks: list[Component] = []
+    if (prefetch := StorePrefetch.create(trainer, stop)) is not None:
+        callbacks.append(prefetch)
     if config.training.on_nonfinite == "stop":
         callbacks.append(NonFiniteCheck(trainer))
     if logging.run_dir is not None:  # a profile may be requested at any time

@@ -365,6 +365,8 @@ def phase_note(origin: Origin, config: RunConfig, world_size: int) -> str:
     """Return the log line on a phase that begins."""
     steps = final_iteration(config.training, config.parallel.data_parallel_size(world_size))
     data = f"its data continue after {origin.read:,} samples" if origin.read else "its data are read from the beginning"
+    if config.data.data_mixture is not None and any(origin.sources.values()):
+        data = "each source of its mixture continues"
     return (
         f"a new phase of {steps:,} steps begins after step {origin.iteration:,}, {origin.samples:,} samples, "
         f"{origin.tokens:,} tokens: all lengths count from there, and moments and counters continue; {data}"
