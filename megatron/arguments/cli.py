@@ -273,9 +273,10 @@ def parse(
 
 
 def given_values(argv: Sequence[str]) -> Values:
-    """Return the values that flags and files set, as far as they can be read; arguments and errors as of `parse`."""
+    """Return the values that presets, flags and files set, as far as they can be read; see `parse` for errors."""
     trees, line = _load_plugins(argv), parse_flags(argv)
-    return merge_values(source.values for source in _given_sources(line, TranslatedFlags.read(line), trees))
+    sources = [_from_preset(line.known.preset), *_given_sources(line, TranslatedFlags.read(line), trees)]
+    return merge_values(source.values for source in sources)
 
 
 def suggest_nodes(problem: Problem, config: RunConfig, world_size: int, launch: Launch) -> Problem:

@@ -22,7 +22,6 @@ from numpy.typing import DTypeLike, NDArray
 from megatron.config.batch import WHOLE_RUN, Origin, full_global_batch_size
 from megatron.config.data import DataConfig
 from megatron.config.data_paths import DEFAULT_SPLIT, SPLITS, SplitSource, chat_splits, data_sources
-from megatron.config.mixture import read_mixture
 from megatron.config.plugins import registered
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
@@ -60,6 +59,7 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.index_cache import IndexCache, Tables
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.known_files import KnownFiles
 from megatron.data.mixture import MixtureSegmentBuilder, check_token_sums, document_streams
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.prefixes import use_data_store
@@ -153,7 +153,9 @@ def file_segment_builders(
     continues at the ``origin`` of the phase, and its stages may miss the end of the run by a ``batch`` of samples.
     ``vocab_size`` is that of the model.
     """
-    open_files = functools.cache(IndexedDataset)  # each is opened once however many splits read it
+    known = None if cache is None else KnownFiles(cache.folder)
+    # each is opened once however many splits read it
+    open_files = functools.cache(functools.partial(IndexedDataset, known_files=known))
     seq_length = training.seq_length
     sources = resolve_sources(data, read)
     fim = FillInMiddle.of(data, find_tokenizer(data, vocab_size)) if data.fim_data else None
@@ -162,7 +164,7 @@ def file_segment_builders(
     notes = []
     for split, needed in read.items():
         if split == "train" and data.data_mixture is not None:
-            mixture = read_mixture(data.data_mixture).select(data.data_mixture_stages)
+            mixture = data.mixture
             streams = document_streams(mixture, open_files, training.seed, cache)
             builders[split] = MixtureSegmentBuilder(mixture, streams, seq_length, origin, batch)
             continue

@@ -102,6 +102,10 @@ class Dataset(Protocol):
         ]
         return np.flatnonzero(held)
 
+    def source_of(self, i: int) -> str | None:
+        """Return the source of sample ``i``, as `source_usage` names it; None for generated data."""
+        return next((span.source for span in self.spans(i)), None)
+
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read from each source; empty for generated data."""
 

@@ -266,6 +266,10 @@ class MixtureDataset(Dataset):
         source, begin = (int(column[0]) for column in self.places(np.array([i])))
         return self.streams[source].spans(begin, self.seq_length + 1)
 
+    def source_of(self, i: int) -> str:
+        """See `Dataset.source_of`."""
+        return self.streams[int(self.places(np.array([i]))[0][0])].name
+
     def places(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
         """Return the source of each of the samples ``numbers [n]``, and the tokens of the source before it."""
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):

@@ -33,8 +33,8 @@ SKIPPED = "skipped"
 MOST_EMPTY_SEGMENTS = 3
 """Segments in a row without a sample to keep after which the search ends."""
 
-MANY_SKIPPED = 0.05
-"""Share of samples skipped because of documents from which on a note recommends preprocessing."""
+FEW_SKIPPED, MANY_SKIPPED = 10, 0.05
+"""Number and share of samples skipped because of documents from which on a note recommends preprocessing."""
 
 
 class PlaceRanges:
@@ -125,6 +125,10 @@ class SkippedDataset(Dataset):
         """See `Dataset.spans`."""
         return self.dataset.spans(self.place(i))
 
+    def source_of(self, i: int) -> str | None:
+        """See `Dataset.source_of`."""
+        return self.dataset.source_of(self.place(i))
+
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return how far the first ``samples`` samples advance in each source, which skipped samples do, too."""
         return self.dataset.source_usage(self.skipped.end(samples))
@@ -167,7 +171,7 @@ class SampleSkips:
         documents = {} if data.generated or data.chat_data_path else data.document_ranges()
         sources = data_sources(data)["train"].blend.prefixes if documents else ()
         self._sequences = {prefix: _sequences(prefix, parts, sources) for prefix, parts in documents.items()}
-        self.documents = 0  # samples ahead that are skipped because of documents
+        self._of_documents = PlaceRanges()  # those found because of documents
         self._searched = self._empty = 0  # places searched, and segments in a row without a sample to keep
 
     def __bool__(self) -> bool:
@@ -183,8 +187,7 @@ class SampleSkips:
         if self._sequences and self._searched > self.position:
             found = segment.places_of(self._sequences) + begin
             ahead = PlaceRanges.of_places(found[found >= self.position]).minus(self.ranges)
-            self.documents += ahead.count(begin, self._searched)
-            self.ranges = self.ranges | ahead
+            self._of_documents, self.ranges = self._of_documents | ahead, self.ranges | ahead
         kept = len(segment) - self.ranges.count(begin, self._searched)
         self._empty = 0 if kept else self._empty + 1
         if self._empty > MOST_EMPTY_SEGMENTS and self._sequences:
@@ -206,9 +209,9 @@ class SampleSkips:
         if beyond := self._wanted.clip(end, 2**63 - 1):
             first = next(iter(beyond))[0]
             notes.append(f"what is skipped from sample {first:,} on has no effect: this run ends before it")
-        if self.documents > MANY_SKIPPED * samples:
+        if (held := self._of_documents.count(0, end)) > max(FEW_SKIPPED, MANY_SKIPPED * samples):
             notes.append(
-                f"--skip-documents skips {self.documents:,} samples for what else they hold: for a long list, "
+                f"--skip-documents skips {held:,} samples, with what else they hold: for a long list, "
                 "preprocess the data again without these documents"
             )
         return notes

@@ -390,12 +390,12 @@ class ThroughputModel:
 
     total_iterations: int  # of the whole run
     total_samples: int  # at the end of the phase
-    tokens_of_later_phases: int  # of the phases after it
     seq_length: int  # tokens per sample
     world_size: int
     flops: FlopsPerToken
     peak_flops: float | None  # of one device in FLOP/s, if known
     on_gpu: bool
+    tokens_of_later_phases: int = 0
 
     @classmethod
     def from_config(

@@ -129,7 +129,7 @@ class BlockEncoder:
         """Return the ids of a block's documents."""
         block, lines = load_block(block)
         columns, places, bad = self._read(block)
-        checksums = _checksums(block, dict(zip((file for file, _ in places), columns[0])))
+        checksums = _checksums(block, places, columns[0])
         try:
             encoded = [self._encode(texts) for texts in columns]
         except ValueError:
@@ -233,16 +233,17 @@ def last_sequences(lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> NDA
     return last[last >= 0]
 
 
-def _checksums(block: Block, texts: Mapping[Path, bytes]) -> tuple[bytes, ...]:
+def _checksums(block: Block, places: Sequence[tuple[Path, int]], texts: Sequence[bytes]) -> tuple[bytes, ...]:
     """Return the checksum of the lines or rows of a block, or that of the text of each plain file."""
     if isinstance(block, LineBlock):
         return (xxhash.xxh3_64_digest(block.read()),)
-    return tuple(xxhash.xxh3_64_digest(texts.get(file, b"")) for file in block.files)
+    of_file = {file: text for (file, _), text in zip(places, texts)}
+    return tuple(xxhash.xxh3_64_digest(of_file.get(file, b"")) for file in block.files)
 
 
 def _origins(block: Block, places: Sequence[tuple[Path, int]]) -> NDArray[Any]:
     """Return the runs of origins of documents at these places of a block."""
-    lines = np.array([line for _, line in places], np.int64)
+    lines = np.fromiter((line for _, line in places), np.int64, len(places))
     if isinstance(block, LineBlock):
         return make_runs(lines)
     numbers = {file: number for number, file in enumerate(block.files)}

@@ -9,19 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
-import tokenizers
+
+from megatron.data.tokenizers.huggingface import make_tokenizer_files
+from tests.unit.data.made_tokenizers import bpe, write_files
 
 ROOT = Path(__file__).parents[3]
 HEAVY = {"torch", "transformers", "datasets", "pyarrow", "pandas", "numba", "awkward", "matplotlib", "huggingface_hub"}
 HEAVY |= {"sentencepiece", "tiktoken", "scipy", "datatrove", "IPython", "wandb"}
 
 
-def imported(folder: Path, *command: str) -> set[str]:
-    """The packages that a command and its child processes import."""
+def imported(folder: Path, *command: str, prints: str = "") -> set[str]:
+    """The packages that a command, which ``prints`` this, and its child processes import."""
     words = [sys.executable, "-X", "importtime", *command]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    assert prints in done.stderr
     packages = set(re.findall(r"^import time: .*\| +([\w]+)", done.stderr, re.MULTILINE))
     assert "argparse" in packages
     return packages
@@ -32,14 +35,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a corpus in ``text.jsonl`` and a tokenizer in ``bpe``."""
     folder = tmp_path_factory.mktemp("startup")
     (folder / "text.jsonl").write_text('{"text": "a tiny text"}\n{"text": "a tiny text"}\n')
-    (folder / "bpe").mkdir()
-    vocabulary = {character: number for number, character in enumerate("atinyexĠ")} | {"<|endoftext|>": 8}
-    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    model.add_special_tokens(["<|endoftext|>"])
-    model.save(str(folder / "bpe" / "tokenizer.json"))
-    (folder / "bpe" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    write_files(folder / "bpe", make_tokenizer_files(bpe()))
     return folder
 
 
@@ -47,8 +43,8 @@ def test_a_small_corpus_becomes_tokens_without_heavy_libraries(corpus: Path) -> 
     """By gigatoken, in two workers, which read tables and large texts only with the libraries for them."""
     tools = ROOT / "tools"
     flags = "--input text.jsonl --output-prefix out --tokenizer-type HuggingFaceTokenizer --tokenizer-model bpe"
-    found = imported(corpus, str(tools / "preprocess_data.py"), *flags.split(), "--workers", "2")
-    assert "gigatoken" in found
+    engine = "engine: gigatoken 0"
+    found = imported(corpus, str(tools / "preprocess_data.py"), *flags.split(), "--workers", "2", prints=engine)
     assert not found & HEAVY
     pair = "out_text_document"
     assert not imported(corpus, str(tools / "merge_datasets.py"), "--input", pair, "--output-prefix", "all") & HEAVY
