@@ -23,6 +23,7 @@ from megatron.data.preprocess.corpus import BLOCK_BYTES
 from megatron.data.preprocess.encode import PreprocessOptions, RunState, output_prefix, write_dataset
 from megatron.data.preprocess.files import add_input_flags, find_text_files, spool_pipes
 from megatron.data.preprocess.quality import FILTERS, GROUPS, expand_groups
+from megatron.data.preprocess.sentences import LANGUAGES, SentenceSplitter
 from megatron.data.preprocess.shards import FilesPart, Shard, select_part
 from megatron.data.preprocess.transforms import FILTER, MAP, QUALITY, Step
 from megatron.data.preprocess.workers import available_cores
@@ -35,8 +36,6 @@ from megatron.data.tokenizers.tokenizer import TokenizerOptions, add_tokenizer_f
 IGNORED_FLAGS = {
     "--partitions": (True, "the input is never copied into partitions"),
     "--keep-sequential-samples": (False, "documents always keep their order"),
-    "--keep-newlines": (False, "documents are not split, so newlines are kept"),
-    "--lang": (True, "documents are not split into sentences, so their language does not matter"),
     "--use-gigatoken": (False, "--engine auto uses gigatoken if its ids are equal"),
     "--legacy-tokenizer": (False, "there is one implementation of each tokenizer"),
     "--tokenizer-hf-no-use-fast": (False, "a tokenizer.json gives the same ids whatever reads it"),
@@ -44,7 +43,6 @@ IGNORED_FLAGS = {
 """Megatron-LM's flags without effect here: whether each takes a value, and the reason."""
 
 REFUSED_FLAGS = {
-    "--split-sentences": "sentences are for BERT and T5; GPT is trained on documents",
     "--find-optimal-num-workers": "--workers defaults to the number of cores, and more is never faster",
     "--workers-to-check": "--workers defaults to the number of cores, and more is never faster",
     "--max-documents": "all documents are read; `head -n N` makes a smaller input",
@@ -96,6 +94,11 @@ def build_parser() -> ToolParser:
     add("--append-eod", action="store_true", help="append the end-of-document id to nonempty documents")
     add("--output-prefix", required=True, metavar="PREFIX", help=prefix)
     add("--overwrite", action="store_true", help="replace existing files of this prefix")
+    sentences = "write a sequence for each sentence, into PREFIX_KEY_sentence.{bin,idx}"
+    language = f"language of the sentences: its code, or {', '.join(LANGUAGES)} (english)"
+    add("--split-sentences", action="store_true", help=sentences)
+    add("--lang", metavar="NAME", help=language)
+    add("--keep-newlines", action="store_true", help="keep the white space between sentences, at the end of each")
     shard = "write only the documents of part I of N, from 0 on; merged in order, all parts are the whole"
     add("--shard", type=Shard.parse, metavar="I/N", help=shard)
     add = parser.add_argument_group("performance").add_argument
@@ -125,6 +128,11 @@ def summary(plan: PreprocessOptions, totals: PreprocessTotals, dtype: str, engin
     )
 
 
+def splitter_of(args: argparse.Namespace) -> SentenceSplitter | None:
+    """Return what splits documents into sentences, if anything does."""
+    return SentenceSplitter(args.lang or "english", args.keep_newlines) if args.split_sentences else None
+
+
 def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Tokenizer, stop: StopSignal) -> None:
     """Write the files from ``inputs``, and print a summary."""
     started = time.monotonic()
@@ -151,6 +159,7 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
         stop=part.stop,
         steps=getattr(args, "steps", ()),
         drop=args.drop,
+        sentences=splitter_of(args),
         names={copy: name for copy, name in zip(inputs, args.input) if copy != name},
     )
     if plan.workers == 1:
@@ -159,7 +168,7 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
     try:
         totals, engine = write_dataset(plan, tokenizer, progress, stop.check)
     except BaseException:
-        if RunState.path(plan.prefix, plan.keys).exists():
+        if RunState.path(plan.prefix, plan.keys, args.split_sentences).exists():
             progress.message("the same command continues after the documents read so far")
         raise
     finally:
@@ -169,7 +178,8 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
     if tokenizer.files and not tokenizer.hugging_face_files():
         echo(NO_EXPORT_NOTE)
     for key in args.json_keys:
-        echo(f"for the next step, pretrain_gpt.py: --data-path {shell_word(output_prefix(args.output_prefix, key))}")
+        written = output_prefix(args.output_prefix, key, args.split_sentences)
+        echo(f"for the next step, pretrain_gpt.py: --data-path {shell_word(written)}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -185,12 +195,18 @@ def main(argv: Sequence[str]) -> int:
     for flag, (_, why) in IGNORED_FLAGS.items():
         if getattr(args, flag[2:].replace("-", "_")) is not None:
             echo(f"{flag} has no effect: {why}", file=sys.stderr)
+    if not args.split_sentences and (args.lang or args.keep_newlines):
+        flags = " and ".join(["--lang"] * bool(args.lang) + ["--keep-newlines"] * args.keep_newlines)
+        echo(f"{flags} has no effect without --split-sentences", file=sys.stderr)
 
     def run(stop: StopSignal) -> int:
         try:
-            state = RunState.load(RunState.path(args.output_prefix, args.json_keys))
+            if splitter := splitter_of(args):
+                splitter.check()
+            state = RunState.load(RunState.path(args.output_prefix, args.json_keys, args.split_sentences))
             overwrite = args.overwrite or (state is not None and state.complete)  # ended while it published its files
-            check_not_existing((output_prefix(args.output_prefix, key) for key in args.json_keys), overwrite)
+            outputs = (output_prefix(args.output_prefix, key, args.split_sentences) for key in args.json_keys)
+            check_not_existing(outputs, overwrite)
             tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
         except DataError as error:
             return parser.fail(error, 2)
