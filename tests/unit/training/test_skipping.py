@@ -29,6 +29,7 @@ from tests.kit.runs import (
 )
 from tests.unit.checkpoint.samples import forge
 from tools import inspect_dataset
+from tools.diff_runs import open_samples, read_run
 from tools.lib.run_samples import RunSamples
 from tools.lib.spikes import find_spikes
 
@@ -106,7 +107,8 @@ def test_a_resumed_run_skips_more_of_what_lies_ahead(tmp_path: Path) -> None:
     assert refused.status == 2
     assert "E542 the samples 10:18 to skip have been consumed: this start continues at 18" in refused.err
     assert "--skip-samples 18:20" in refused.err
-    again = start(tiny_run(folder, f"{flags} --skip-samples 1:3 18:21"))
+    again = start(tiny_run(folder, f"{flags} --skip-samples 18:21"))  # what was skipped stays so
+    assert open_samples(read_run(folder)).skipped.to_list() == [1, 3, 18, 21]
     assert "skips 5 of the first 29 training samples, 3 of them ahead" in again.out
     plain = read(start(tiny_run(tmp_path / "plain", f"{flags.split(' --save ')[0]} --train-iters 8")))
     assert read(first, again) == [plain[place] for place in range(29) if place not in (1, 2, 18, 19, 20)]
