@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from megatron.checkpoint.durable_files import checksum
 from megatron.checkpoint.location import URI, parse_location
+from megatron.config.errors import UserError
 from megatron.data.errors import DataError
 
 if TYPE_CHECKING:
@@ -133,7 +134,10 @@ def _split_pattern(name: str) -> list[str]:
 
 
 def _location(uri: str) -> RemotePath:
-    location = parse_location(uri)
+    try:
+        location = parse_location(uri)
+    except UserError as error:  # it holds a credential
+        raise DataError(error.problems[0].sentence, *error.problems[0].fixes) from error
     if isinstance(location, Path):
         raise DataError(f"{uri} is a path, not a URI", str(location))
     missing = location.missing_library()

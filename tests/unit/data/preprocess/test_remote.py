@@ -68,7 +68,14 @@ def files(prefix: Path) -> dict[str, bytes]:
     return {suffix: Path(f"{prefix}_text_document.{suffix}").read_bytes() for suffix in COMPARED}
 
 
-@pytest.mark.parametrize("source", ["s3://bucket/texts", "s3://bucket/texts/?.*[!d]", "s3://bucket/**/*.[jpat]*"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "s3://bucket/texts",
+        pytest.param("s3://bucket/texts/?.*[!d]", marks=pytest.mark.slow),
+        pytest.param("s3://bucket/**/*.[jpat]*", marks=pytest.mark.slow),
+    ],
+)
 def test_files_in_a_store_give_the_bytes_of_files_on_disk(corpus: Path, tmp_path: Path, source: str) -> None:
     assert run(corpus, tmp_path / "disk") == 0
     assert run(source, tmp_path / "store") == 0
@@ -116,3 +123,35 @@ def test_what_is_not_there_is_named(store: Store, tmp_path: Path, capsys: pytest
     assert "--input s3://bucket/nothing: there is no such file" in capsys.readouterr().err
     assert run("s3://key:secret@bucket/texts", tmp_path / "store") == 1
     assert "secret" not in capsys.readouterr().err.replace("secrets", "")
+
+
+def written(store: Store) -> dict[str, bytes]:
+    prefix = "bucket/out/corpus_text_document."
+    return {key.removeprefix(prefix): content for key, content in store.objects.items() if key.startswith(prefix)}
+
+
+def test_token_files_are_uploaded_when_they_are_complete(
+    corpus: Path, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(corpus, tmp_path / "disk") == 0
+    flags = ["--staging-dir", str(tmp_path / "staging"), "--tokenizer-type", "ByteTokenizer", "--append-eod"]
+    command = ["--input", str(corpus), "--output-prefix", "s3://bucket/out/corpus", *flags]
+    assert main([word for word in command if word not in flags[:2]]) == 2
+    assert "fix: --staging-dir FOLDER_ON_A_LOCAL_DISK" in capsys.readouterr().err
+
+    def fault(request: Request) -> str | None:
+        return "503" if request.kind in ("PUT", "Create") and request.key.endswith(".idx") else None
+
+    store.fault = fault
+    assert main(command) == 1
+    assert "the upload of s3://bucket/out/corpus_text_document.idx failed" in capsys.readouterr().err
+    assert "idx" not in written(store)
+    store.fault = lambda request: None
+    assert main(command) == 0  # uploads what lies on the disk
+    assert {suffix: written(store)[suffix] for suffix in COMPARED} == files(tmp_path / "disk")
+    assert {*written(store)} == {*COMPARED, "origins", "manifest.json"}
+    assert list((tmp_path / "staging").iterdir()) == []
+    assert main(command) == 2
+    assert "s3://bucket/out/corpus_text_document.idx is there already" in capsys.readouterr().err
+    assert main([*command, "--overwrite"]) == 0
+    assert "--data-path s3://bucket/out/corpus_text_document" in capsys.readouterr().out
