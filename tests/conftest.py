@@ -26,6 +26,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> Iterator[None]:
+    """Let later modules not look through what one has left, such as a million nodes of syntax trees, for garbage."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Worker processes for tests on several ranks; see ``tests/kit/pool.py``."""

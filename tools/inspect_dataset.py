@@ -24,6 +24,7 @@ from megatron.data.errors import DataError, ToolParser, disk_error
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspect import DatasetSummary, check_ids, sample_documents, summarize
 from megatron.data.manifest import DatasetManifest
+from megatron.data.prefixes import local_prefix
 from megatron.data.progress import ByteProgress
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.tokenizer import (
@@ -49,8 +50,7 @@ def build_parser() -> ToolParser:
     parser = ToolParser(
         "inspect_dataset.py",
         description="Describe pairs of .bin and .idx. Every pointer in an .idx is always checked.",
-        epilog="Exit status: 1 if one of the pairs is invalid, 2 for wrong flags. "
-        "The samples of steps of a run: inspect_dataset.py --run RUN_DIR --help.",
+        epilog="Exit status: 1 if one of the pairs is invalid, 2 for wrong flags.",
     )
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="pairs without .bin/.idx")
     parser.add_argument(
@@ -115,11 +115,12 @@ class Inspection(NamedTuple):
             "document_tokens": length_statistics(summary),
         }
         problem = None
-        if (manifest := DatasetManifest.read(prefix)) is not None:
+        if (manifest := DatasetManifest.read(local_prefix(prefix))) is not None:
             facts["manifest"] = {"counts": manifest.counts, **manifest.facts}
             if args.verify:
                 with closing(ByteProgress(sys.stderr, sum(file.bytes for file in manifest.files.values()))) as meter:
-                    manifest.check_files(prefix, meter.add)
+                    omit = () if data.remote is None else ("bin",)  # which is compared as it is read
+                    manifest.check_files(local_prefix(prefix), meter.add, omit)
         if args.verify and data.dtype.kind == "f":
             problem = f"{data.prefix}: values of type {data.dtype} are not ids and cannot be trained on"
         elif args.verify:
@@ -209,12 +210,15 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status: 1 if one of them is invalid, 2 for wrong flags.
     """
-    own = argv[: argv.index("--")] if "--" in argv else argv
-    if "--" in argv or any(word.split("=")[0] in RUN_FLAGS for word in own):
+    own, parser = argv[: argv.index("--")] if "--" in argv else argv, build_parser()
+    of_run, of_help = any(word.split("=")[0] in RUN_FLAGS for word in own), not {"-h", "--help"}.isdisjoint(own)
+    if "--" in argv or of_run or of_help:
         from tools.lib import inspect_run
 
+        if of_help:
+            echo(parser.format_help(), inspect_run.build_parser().format_help(), sep="\n\n")
+            return 0
         return inspect_run.main(argv)
-    parser = build_parser()
     args = parser.parse(argv)
     try:
         check_flags(args)

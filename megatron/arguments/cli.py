@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from megatron.arguments.compatibility import StoredLayoutReader, compare_configs
@@ -107,7 +108,7 @@ class CommandLine:
 
 def parse_flags(argv: Sequence[str]) -> CommandLine:
     """Parse a command line flag by flag, so that one malformed flag does not hide problems of the others."""
-    parser = make_parser(of_settings=False)
+    parser = _own_flags()
     command_line = CommandLine(parser.parse_args([]))
     flags: list[list[str]] = []  # each with the words after it; words before the first flag come first
     for word in argv:
@@ -132,6 +133,12 @@ def parse_flags(argv: Sequence[str]) -> CommandLine:
         if stray:
             command_line.foreign.append(stray)
     return command_line
+
+
+@cache
+def _own_flags() -> argparse.ArgumentParser:
+    """Return the parser of the flags that are no config fields."""
+    return make_parser(of_settings=False)
 
 
 def _is_flag(word: str) -> bool:
@@ -266,9 +273,10 @@ def parse(
 
 
 def given_values(argv: Sequence[str]) -> Values:
-    """Return the values that flags and files set, as far as they can be read; arguments and errors as of `parse`."""
+    """Return the values that presets, flags and files set, as far as they can be read; see `parse` for errors."""
     trees, line = _load_plugins(argv), parse_flags(argv)
-    return merge_values(source.values for source in _given_sources(line, TranslatedFlags.read(line), trees))
+    sources = [_from_preset(line.known.preset), *_given_sources(line, TranslatedFlags.read(line), trees)]
+    return merge_values(source.values for source in sources)
 
 
 def suggest_nodes(problem: Problem, config: RunConfig, world_size: int, launch: Launch) -> Problem:

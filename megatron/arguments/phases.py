@@ -29,6 +29,7 @@ from megatron.config.batch import (
 )
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_yaml, read_small
+from megatron.config.mixture import read_mixture
 from megatron.config.option import Role
 from megatron.config.phases import Phase
 from megatron.config.run import RunConfig
@@ -110,6 +111,41 @@ def read_phases(path: str) -> list[PhaseEntry]:
     return entries
 
 
+def mixture_phases(given: Mapping[str, Any]) -> list[PhaseEntry]:
+    """Return the phases of a mixture whose stages have samples of several lengths; none for any other run.
+
+    Args:
+        given: values that presets, flags and configuration files set, by field.
+
+    Raises:
+        UserError: if the file is invalid, or the length of the run is not known.
+    """
+    path, length = given.get("data_mixture"), given.get("seq_length", TrainingConfig.seq_length)
+    if path is None or given.get("data_mixture_stages") or not isinstance(length, int):
+        return []
+    mixture = read_mixture(path)
+    if all(stage.seq_length in (None, length) for stage in mixture.stages):
+        return []
+    samples, steps, batch = (given.get(name) for name in ("train_samples", "train_iters", "global_batch_size"))
+    if samples is None and steps is not None and batch is not None:
+        samples = steps * batch
+    tokens = [stage.tokens for stage in mixture.stages]
+    if samples is None and (None in tokens or steps is not None):
+        sentence = (
+            f"stages of --data-mixture {path} have several sequence lengths, and the run has no length in samples"
+        )
+        raise UserError([Problem("E340", sentence, ("--train-samples 1000000",))])
+    total = sum(filter(None, tokens)) if samples is None else samples * length
+    return [
+        PhaseEntry(
+            "-".join(stage.name for stage in stages),
+            size,
+            {"seq_length": of_stages, "data_mixture_stages": [stage.name for stage in stages], "phases": path},
+        )
+        for stages, of_stages, size in mixture.sections(total, length)
+    ]
+
+
 def _entry(where: str, tree: Any, problems: list[Problem]) -> PhaseEntry:
     """Read one phase; add what is wrong to ``problems``."""
     if not isinstance(tree, Mapping):
@@ -172,7 +208,7 @@ def plan_phases(
         UserError: with the problems of all phases.
     """
     lengths = [SETTINGS[name].flag for name in RUN_LENGTHS if given.get(name) is not None]
-    if lengths:
+    if lengths and given.get("phases") is not None:  # for stages of a mixture it is the length of all
         sentence = f"{' and '.join(lengths)} and --phases both set the length of the run"
         raise UserError([Problem("E340", sentence, tuple(f"drop {name}" for name in lengths))])
     trees = [_options(entry, given) for entry in entries]

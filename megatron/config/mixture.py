@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_json, parse_yaml, read_small
-from megatron.config.option import Run, option
+from megatron.config.option import Need, Run, option
 from megatron.config.text import counted, did_you_mean, listed
 
 MIXTURE_CODE = "E520"
@@ -122,11 +122,25 @@ class MixtureOptions:
     data_mixture_stages: tuple[str, ...] = option((), role="free", needs="data_mixture")
     """Stages of data_mixture that the run consists of. Default: all."""
 
+    log_loss_per_source: bool = option(
+        False, role="free", needs=Need("not mock_data and not plugin_dataset and not chat_data_path", "files of tokens")
+    )
+    """Log the loss of each source of the training data, as source loss NAME."""
+
     refused: ClassVar = """
-    data_mixture and packing=best-fit
-    E520 --packing best-fit packs whole sources, but the stages of --data-mixture read a part of each
-      fix: --packing concat
+    log_loss_per_source and objective!=next_token
+    E521 --log-loss-per-source is that of next-token prediction, not of --objective {objective}
+      fix: drop --log-loss-per-source
+
+    log_loss_per_source and cuda_graph=step
+    E521 --log-loss-per-source observes the output layer, which --cuda-graph step replays
+      fix: --cuda-graph optimizer | drop --log-loss-per-source
     """
+
+    @property
+    def mixture(self) -> Mixture:
+        """The mixture of ``data_mixture``, with the stages of the run. Raises as :func:`read_mixture`."""
+        return read_mixture(str(self.data_mixture)).select(self.data_mixture_stages)
 
     def check_mixture_stages(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that the chosen stages exist, and have samples of one length."""
@@ -150,6 +164,22 @@ class MixtureOptions:
             )
             fix = f"--data-mixture-stages {' '.join(same)}" if same else f"--seq-length {other[0].seq_length}"
             yield Problem(MIXTURE_CODE, sentence, (fix,))
+
+
+def mixture_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return the differences of two :meth:`Mixture.summary`."""
+    stages = [{stage["name"]: stage for stage in each["stages"]} for each in (before, after)]
+    names = [", ".join(each) for each in stages]
+    changes = [] if names[0] == names[1] else [f"stages: {names[0]} -> {names[1]}"]
+    if before["sources"] != after["sources"]:
+        changes.append(f"sources: {', '.join(before['sources'])} -> {', '.join(after['sources'])}")
+    for name in stages[0].keys() & stages[1].keys():
+        then, now = ({**stage[name], **stage[name]["mix"]} for stage in stages)
+        for key in dict.fromkeys([*then, *now]):
+            if key not in ("name", "mix") and then.get(key) != now.get(key):
+                what = "" if key == "length" else f"{key} "
+                changes.append(f"stage {name}: {what}{then.get(key, 'none')} -> {now.get(key, 'none')}")
+    return changes
 
 
 def read_mixture(path: str) -> Mixture:

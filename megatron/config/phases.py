@@ -41,6 +41,10 @@ class PhaseOptions(WithPluginOptions):
     E340 --resume-mode new-phase does not support DiLoCo: its replicas would begin the phase at different steps
       fix: drop --diloco-sync-interval
 
+    resume_mode=new-phase and lora_rank
+    E340 --resume-mode new-phase does not support --lora-rank: adapters of a phase are a run of their own
+      fix: drop --resume-mode
+
     phases and num_epochs
     E340 --num-epochs is the length of a run, and phases have lengths of their own
       fix: drop --num-epochs

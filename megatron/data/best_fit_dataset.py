@@ -5,7 +5,8 @@ best-fit decreasing (Ding et al., "Fewer Truncations Improve Language Modeling",
 the shortest, each goes to the fullest sample with room for it. The rest of a sample is padding, without loss.
 
 Only lengths decide the packing, so it is computed from their histogram (`pack`), and samples with equal lengths are one
-row of a table. Every epoch shuffles pieces of equal length among their places, and then the samples (`build_packing`).
+row of a table. In every epoch, pieces of equal length are shuffled among their places, and then the samples are. These
+permutations are computed, so no table depends on the seed or grows with the length of a run.
 
 A sample has ``seq_length + 1`` ids, the last of which is only a label. Consecutive pieces of a document share an id:
 the last label of one is the first input of the next. So each token that follows another one in its document is a label
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from megatron.data.dataset import Piece, Sample, SourceDataset, SourceUsage, Spa
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import files_fingerprint, shuffle_dtype
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.mixture import document_lengths
+from megatron.data.permutation import permute
 
 
 class Bins(NamedTuple):
@@ -51,6 +54,13 @@ class Bins(NamedTuple):
         (first_bin, first_row, _), (_, end, _) = self.kinds[kind : kind + 2].tolist()
         rows = self.rows[first_row:end].tolist()
         return np.concatenate([np.arange(n) + first + n * (i - first_bin) for first, n in rows])
+
+    def holding(self, items: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the bin of each of the ``items [n]``, given by ranks."""
+        order = np.argsort(self.rows[:, 0])
+        row = order[np.searchsorted(self.rows[order, 0], items, side="right") - 1]
+        kind = np.searchsorted(self.kinds[:, 1], row, side="right") - 1
+        return self.kinds[kind, 0] + (items - self.rows[row, 0]) // self.rows[row, 1]
 
     def ends(self, bins: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the ranks of the first and of the last item in each of the ``bins [n]``."""
@@ -132,25 +142,25 @@ def pack(counts: NDArray[np.int64]) -> Bins:
 
 
 class PackedOrder(NamedTuple):
-    """The tables of a packed source."""
+    """The tables of a packed source, which serve every seed and epoch."""
 
     first: NDArray[np.int64]  # int64 [documents + 1], the pieces before each document of the split
+    by_length: NDArray[Any]  # uint32 [pieces], from the longest to the shortest
+    runs: NDArray[np.int64]  # int64 [lengths + 1], the ranks at which pieces of another length begin, and the end
     bins: Bins  # the samples of an epoch, not shuffled
-    order: NDArray[Any]  # uint32 [epochs, pieces], the piece at each rank
-    shuffle: NDArray[Any]  # uint32 [epochs, samples], the bin at each place of the stream
+
+    def permuted(self, ranks: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return the pieces at ``ranks [n]`` after pieces of equal length were shuffled by ``keys [n]``."""
+        run = np.searchsorted(self.runs, ranks, side="right") - 1
+        begin, end = self.runs[run], self.runs[run + 1]
+        inside = permute(ranks - begin, end - begin, splitmix64(keys + run.astype(np.uint64)))
+        return self.by_length[begin + inside].astype(np.int64)
 
 
 def documents_of(indexed: IndexedDataset, part: range) -> range:
     """Return the documents whose first sequence is in ``part``, so that each is whole and in one split."""
     begin, end = np.searchsorted(indexed.documents[:-1], (part.start, part.stop)).tolist()
     return range(begin, end)
-
-
-def document_lengths(indexed: IndexedDataset, documents: range) -> NDArray[np.int64]:
-    """Return the number of tokens ``[n]`` of consecutive documents."""
-    bounds = indexed.documents[documents.start : documents.stop + 1]
-    lengths = indexed.lengths[bounds[0] : bounds[-1]]
-    return np.diff(np.append(0, np.cumsum(lengths, dtype=np.int64))[bounds - bounds[0]])
 
 
 def piece_lengths(lengths: NDArray[np.int64], seq_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -168,18 +178,8 @@ def piece_lengths(lengths: NDArray[np.int64], seq_length: int) -> tuple[NDArray[
     return first, pieces
 
 
-def pack_files(indexed: IndexedDataset, seq_length: int, spare: int = 0) -> Bins:
-    """Return the bins of all documents of token files."""
-    _, pieces = piece_lengths(document_lengths(indexed, range(indexed.num_documents)), seq_length - spare)
-    return pack(np.bincount(pieces + spare, minlength=seq_length + 2))
-
-
-def build_packing(
-    lengths: NDArray[np.int64], num_samples: int | None, seq_length: int, seed: int, spare: int = 0
-) -> PackedOrder:
-    """Pack documents of ``lengths [n]``, and order at least ``num_samples`` samples, or those of one epoch.
-
-    Every piece has room for ``spare`` more ids.
+def build_packing(lengths: NDArray[np.int64], seq_length: int, spare: int = 0) -> PackedOrder:
+    """Pack documents of ``lengths [n]``, all of whose pieces have room for ``spare`` more ids.
 
     Raises:
         DataError: if no document has two tokens.
@@ -188,29 +188,47 @@ def build_packing(
     if not len(pieces):
         seen = f"{len(lengths):,} documents, none of which has two tokens, leave nothing to predict"
         raise DataError(seen, "documents of more tokens")
-    bins = pack(np.bincount(pieces + spare, minlength=seq_length + 2))
-    epochs = 1 if num_samples is None else -(-num_samples // len(bins))
-    order = np.empty((epochs, len(pieces)), shuffle_dtype(len(pieces)))
-    shuffle = np.empty((epochs, len(bins)), shuffle_dtype(len(bins)))
+    counts = np.bincount(pieces + spare, minlength=seq_length + 2)
     from_longest = (seq_length + 1 - pieces).astype(np.uint16 if seq_length < 2**16 else np.int64)  # 16 bits sort fast
-    for epoch in range(epochs):
-        random = np.random.RandomState(np.array([seed, epoch], dtype=np.uint32))  # the same in every version of numpy
-        ties = random.permutation(len(pieces))
-        order[epoch] = ties[np.argsort(from_longest[ties], kind="stable")]
-        shuffle[epoch] = random.permutation(len(bins))
-    return PackedOrder(first, bins, order, shuffle)
+    by_length = np.argsort(from_longest, kind="stable").astype(shuffle_dtype(len(pieces)))
+    runs = np.append(0, np.cumsum(counts[np.flatnonzero(counts)[::-1]]))
+    return PackedOrder(first, by_length, runs, pack(counts))
+
+
+def pack_files(indexed: IndexedDataset, part: range, seq_length: int, spare: int = 0) -> PackedOrder:
+    """Pack the documents that begin in the sequences ``part``."""
+    documents = documents_of(indexed, part)
+    return build_packing(document_lengths(indexed, np.arange(documents.start, documents.stop)), seq_length, spare)
 
 
 class BestFitDataset(SourceDataset):
     """Samples of ``seq_length`` tokens that hold one or more pieces of documents, and padding at the end."""
 
     def __init__(
-        self, indexed: IndexedDataset, part: range, packing: PackedOrder, seq_length: int, spare: int = 0
+        self,
+        indexed: IndexedDataset,
+        part: range,
+        packing: PackedOrder,
+        num_samples: int | None,
+        seq_length: int,
+        seed: int,
+        spare: int = 0,
     ) -> None:
+        """Order at least ``num_samples`` samples, or those of one epoch.
+
+        Args:
+            indexed: the files.
+            part: the sequences of the split.
+            packing: of `build_packing`, for the same ``seq_length`` and ``spare``.
+            num_samples: samples needed; None for one epoch.
+            seq_length: tokens per sample.
+            seed: of all shuffles.
+            spare: ids by which each piece may grow.
+        """
         self.seq_length, self.part, self.packing, self.spare = seq_length, part, packing, spare
-        self._stride = seq_length - spare
-        self.epochs, self.largest_table = len(packing.order), packing.order
-        self.source = indexed.prefix
+        self._stride, self._seed = seq_length - spare, seed
+        self.epochs = -(-(num_samples or 1) // len(packing.bins))
+        self.source, self.largest_table = indexed.prefix, packing.by_length
         self._indexed = indexed
         self._documents = documents_of(indexed, part)
         bounds = indexed.documents[[self._documents.start, self._documents.stop]].tolist()
@@ -218,7 +236,13 @@ class BestFitDataset(SourceDataset):
         self.padding = packing.bins.padding(seq_length, spare)  # share of the samples, if no piece grows
 
     def __len__(self) -> int:
-        return self.packing.shuffle.size
+        return self.epochs * len(self.packing.bins)
+
+    def _bins(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+        """Return the bins of the samples ``numbers [n]``, and the keys of their epochs."""
+        epochs, places = np.divmod(numbers, len(self.packing.bins))
+        keys = splitmix64(splitmix64(np.array([self._seed], dtype=np.uint64)) + epochs.astype(np.uint64))
+        return permute(places, len(self.packing.bins), ~keys), keys
 
     def pieces(self, i: int) -> list[Piece]:
         """See `SourceDataset.pieces`."""
@@ -244,9 +268,10 @@ class BestFitDataset(SourceDataset):
 
     def _spans(self, i: int) -> list[list[Span]]:
         """Return where the pieces of sample ``i`` lie; a document of several sequences has several spans."""
-        epoch, place = self._place(i)
-        ranks = self.packing.bins.items(int(self.packing.shuffle[epoch, place]))
-        pieces = self.packing.order[epoch, ranks].astype(np.int64)
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of a dataset of {len(self)}")
+        bins, keys = self._bins(np.array([i]))
+        pieces = self.packing.permuted(self.packing.bins.items(int(bins[0])), keys)
         documents = np.searchsorted(self.packing.first, pieces, side="right") - 1
         offsets = (pieces - self.packing.first[documents]) * self._stride
         return [self._spans_of(*each) for each in zip((documents + self._documents.start).tolist(), offsets.tolist())]
@@ -261,15 +286,26 @@ class BestFitDataset(SourceDataset):
             offset, wanted = max(offset - length, 0), wanted - tokens
         return spans
 
-    def _place(self, i: int) -> tuple[int, int]:
-        """Return the epoch of sample ``i``, and its place there."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of a dataset of {len(self)}")
-        return divmod(i, len(self.packing.bins))
+    def places_of(self, sequences: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """See `Dataset.places_of`; reads those samples only that hold pieces of the sequences' documents."""
+        numbers = sequences.get(self.source, np.empty(0, np.int64))
+        documents = np.unique(np.searchsorted(self._indexed.documents, numbers, side="right") - 1)
+        inside = documents[(documents >= self._documents.start) & (documents < self._documents.stop)]
+        bounds = self.packing.first[inside[:, None] - self._documents.start + np.arange(2)]
+        pieces = np.concatenate([np.arange(*each) for each in bounds.tolist()] or [np.empty(0, np.int64)])
+        ranks, one_epoch, wanted = np.arange(len(self.packing.by_length)), len(self.packing.bins), {*numbers.tolist()}
+        found: list[int] = []
+        for epoch in range(self.epochs if len(pieces) else 0):
+            places = np.arange(one_epoch) + epoch * one_epoch
+            bins, keys = self._bins(places)
+            at = np.flatnonzero(np.isin(self.packing.permuted(ranks, keys[:1]), pieces))
+            candidates = places[np.isin(bins, self.packing.bins.holding(at))].tolist()
+            found += [i for i in candidates if not wanted.isdisjoint(span.sequence for span in self.spans(i))]
+        return np.array(found, dtype=np.int64)
 
     def epoch_of(self, i: int) -> int:
         """See `SourceDataset.epoch_of`."""
-        return self._place(i)[0]
+        return i // len(self.packing.bins)
 
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read, on average over the samples of an epoch."""
@@ -283,10 +319,9 @@ class BestFitDataset(SourceDataset):
 
     def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Hash the first and the last piece of each of the samples ``places [n]``."""
-        epochs, places = np.divmod(places, len(self.packing.bins))
-        ends = self.packing.bins.ends(self.packing.shuffle[epochs, places].astype(np.int64))
-        first, last = (self.packing.order[epochs, ranks].astype(np.uint64) for ranks in ends)
-        return splitmix64(first) ^ last
+        bins, keys = self._bins(places)
+        first, last = (self.packing.permuted(ranks, keys) for ranks in self.packing.bins.ends(bins))
+        return splitmix64(first.astype(np.uint64)) ^ last.astype(np.uint64)
 
 
 def packed_fingerprint(indexed: IndexedDataset, part: range, seq_length: int, spare: int = 0) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron.config.batch import WHOLE_RUN, Origin, full_global_batch_size, planned_samples
 from megatron.config.data_paths import data_sources, split_shares
-from megatron.config.mixture import plan_stages, read_mixture
+from megatron.config.mixture import plan_stages
 from megatron.config.run import RunConfig
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
@@ -76,7 +76,7 @@ def blend_usage(
     samples, length = config.diloco.streams * planned_samples(training, dp), training.seq_length
     if data.data_mixture is None:
         return [StageUse("run", length, tuple(_blend(config, samples)))]
-    mixture = read_mixture(data.data_mixture).select(data.data_mixture_stages)
+    mixture = data.mixture
     once = {name: count_tokens(source.paths) for name, source in mixture.sources.items()}
     slack = length * (samples if resumes else config.diloco.streams * full_global_batch_size(training, dp))
     stages = []

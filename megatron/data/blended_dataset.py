@@ -217,6 +217,11 @@ class ConcatDataset(Dataset):
         segments = zip(self._starts, self.segments)
         return np.concatenate([start + segment.places_of(sequences) for start, segment in segments])
 
+    def source_of(self, i: int) -> str | None:
+        """See `Dataset.source_of`."""
+        segment, number = self._place(i)
+        return segment.source_of(number)
+
     def _place(self, i: int) -> tuple[Dataset, int]:
         """Return the segment of sample ``i``, and the sample's number in it."""
         if not 0 <= i < len(self):

@@ -22,7 +22,6 @@ from numpy.typing import DTypeLike, NDArray
 from megatron.config.batch import WHOLE_RUN, Origin, full_global_batch_size
 from megatron.config.data import DataConfig
 from megatron.config.data_paths import DEFAULT_SPLIT, SPLITS, SplitSource, chat_splits, data_sources
-from megatron.config.mixture import read_mixture
 from megatron.config.plugins import registered
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
@@ -30,9 +29,7 @@ from megatron.data.best_fit_dataset import (
     BestFitDataset,
     Bins,
     PackedOrder,
-    build_packing,
-    document_lengths,
-    documents_of,
+    pack_files,
     packed_fingerprint,
 )
 from megatron.data.blended_dataset import (
@@ -62,6 +59,7 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.index_cache import IndexCache, Tables
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.known_files import KnownFiles
 from megatron.data.mixture import MixtureSegmentBuilder, check_token_sums, document_streams
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.prefixes import use_data_store
@@ -76,7 +74,7 @@ SegmentBuilder = Callable[[int, Sequence[Dataset]], Dataset]
 ORDER_TABLES = ("documents", "samples", "shuffle")
 """Names of the tables of `SampleOrder` in the cache."""
 
-PACKING_TABLES = ("first", "kinds", "rows", "order", "shuffle")
+PACKING_TABLES = ("first", "by_length", "runs", "kinds", "rows")
 """Names of the tables of `PackedOrder` in the cache."""
 
 SourceSlice = tuple[IndexedDataset, range]
@@ -155,7 +153,9 @@ def file_segment_builders(
     continues at the ``origin`` of the phase, and its stages may miss the end of the run by a ``batch`` of samples.
     ``vocab_size`` is that of the model.
     """
-    open_files = functools.cache(IndexedDataset)  # each is opened once however many splits read it
+    known = None if cache is None else KnownFiles(cache.folder)
+    # each is opened once however many splits read it
+    open_files = functools.cache(functools.partial(IndexedDataset, known_files=known))
     seq_length = training.seq_length
     sources = resolve_sources(data, read)
     fim = FillInMiddle.of(data, find_tokenizer(data, vocab_size)) if data.fim_data else None
@@ -164,7 +164,7 @@ def file_segment_builders(
     notes = []
     for split, needed in read.items():
         if split == "train" and data.data_mixture is not None:
-            mixture = read_mixture(data.data_mixture).select(data.data_mixture_stages)
+            mixture = data.mixture
             streams = document_streams(mixture, open_files, training.seed, cache)
             builders[split] = MixtureSegmentBuilder(mixture, streams, seq_length, origin, batch)
             continue
@@ -299,7 +299,13 @@ class FileSegmentBuilder:
     def _concatenated(
         self, indexed: IndexedDataset, sequences: range, num_samples: int | None, seed: int
     ) -> SourceDataset:
-        facts = self._facts(indexed, sequences, num_samples, seed)
+        facts = {
+            "files": indexed.fingerprint,
+            "sequences": [sequences.start, sequences.stop],
+            "samples": num_samples,
+            "seq_length": self.seq_length,
+            "seed": seed,
+        }
 
         def build() -> Tables:
             order = build_sample_order(indexed.lengths, sequences, num_samples, self.seq_length, seed)
@@ -309,27 +315,18 @@ class FileSegmentBuilder:
         documents, samples, shuffle = (tables[name] for name in ORDER_TABLES)
         return GPTDataset(indexed, SampleOrder(documents, samples, shuffle, sequences, self.seq_length))
 
-    def _facts(
-        self, indexed: IndexedDataset, sequences: range, num_samples: int | None, seed: int
-    ) -> dict[str, object]:
-        """Return everything that decides the order of a source."""
-        part = [sequences.start, sequences.stop]
-        sizes = {"sequences": part, "samples": num_samples, "seq_length": self.seq_length}
-        return {"files": indexed.fingerprint, **sizes, "seed": seed}
-
     def _packed(self, indexed: IndexedDataset, sequences: range, num_samples: int | None, seed: int) -> SourceDataset:
-        facts = self._facts(indexed, sequences, num_samples, seed) | {"spare": self._spare}
+        sizes = {"seq_length": self.seq_length, "spare": self._spare}
+        facts = {"files": indexed.fingerprint, "sequences": [sequences.start, sequences.stop], **sizes}
 
         def build() -> Tables:
-            lengths = document_lengths(indexed, documents_of(indexed, sequences))
-            packing = build_packing(lengths, num_samples, self.seq_length, seed, self._spare)
-            first, bins, order, shuffle = packing
-            return dict(zip(PACKING_TABLES, (first, *bins, order, shuffle)))
+            first, by_length, runs, bins = pack_files(indexed, sequences, self.seq_length, self._spare)
+            return dict(zip(PACKING_TABLES, (first, by_length, runs, *bins)))
 
         tables = self._tables("packing", facts, build, indexed.prefix)
-        first, kinds, rows, order, shuffle = (tables[name] for name in PACKING_TABLES)
-        packed = PackedOrder(first, Bins(kinds, rows), order, shuffle)
-        return BestFitDataset(indexed, sequences, packed, self.seq_length, self._spare)
+        first, by_length, runs, kinds, rows = (tables[name] for name in PACKING_TABLES)
+        packing = PackedOrder(first, by_length, runs, Bins(kinds, rows))
+        return BestFitDataset(indexed, sequences, packing, num_samples, self.seq_length, seed, self._spare)
 
     def _blend(self, num_samples: int, seed: int) -> BlendedDataset:
         """Blend the sources in proportion to their weights, at least ``num_samples`` samples in all.
@@ -398,19 +395,26 @@ def _check_order(facts: Mapping[str, Any], tables: Tables) -> None:
 
 
 def _check_packing(facts: Mapping[str, Any], tables: Tables) -> None:
-    """Raise ValueError unless the tables have the types, shapes and ranges of `build_packing`."""
-    first, kinds, rows, order, shuffle = (tables[name] for name in PACKING_TABLES)
-    pieces, samples = int(first[-1]), int(kinds[-1, 0])
+    """Raise ValueError unless the tables have the types, shapes and ranges of `pack_files`."""
+    first, by_length, runs, kinds, rows = (tables[name] for name in PACKING_TABLES)
+    pieces = len(by_length)
     _check_table("first", first, np.int64, (len(first),))
-    _check_range("first", first, 0, pieces + 1)
+    _check_rising("first", first, pieces)
+    _check_table("by_length", by_length, shuffle_dtype(pieces), (pieces,))
+    _check_range("by_length", by_length, 0, pieces)
+    _check_table("runs", runs, np.int64, (len(runs),))
+    _check_rising("runs", runs, pieces)
     _check_table("kinds", kinds, np.int64, (len(kinds), 3))
-    _check_range("kinds", kinds, 0, max(samples, len(rows), facts["seq_length"]) + 1)
-    _check_table("rows", rows, np.int64, (int(kinds[-1, 1]), 2))
+    _check_rising("kinds", kinds[:, 0], int(kinds[-1, 0]))
+    _check_rising("kinds", kinds[:, 1], len(rows))
+    _check_range("kinds", kinds[:, 2].copy(), 0, facts["seq_length"] + 1)
+    _check_table("rows", rows, np.int64, (len(rows), 2))
     _check_range("rows", rows, 0, pieces + 1)
-    _check_table("order", order, shuffle_dtype(pieces), (len(order), pieces))
-    _check_range("order", order, 0, pieces)
-    _check_table("shuffle", shuffle, shuffle_dtype(samples), (len(order), samples))
-    _check_range("shuffle", shuffle, 0, samples)
+
+
+def _check_rising(name: str, numbers: NDArray[Any], end: int) -> None:
+    if numbers[0] != 0 or numbers[-1] != end or (np.diff(numbers) < 0).any():
+        raise ValueError(f"{name} has numbers that do not rise from 0 to {end}")
 
 
 def _check_blend(facts: Mapping[str, Any], tables: Tables) -> None:

@@ -96,8 +96,15 @@ class Dataset(Protocol):
     def places_of(self, sequences: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
         """Return the ascending numbers of the samples that hold a token of ``sequences``, ascending, by source."""
         wanted = {source: set(numbers.tolist()) for source, numbers in sequences.items()}
-        found = (any(span.sequence in wanted.get(span.source, ()) for span in self.spans(i)) for i in range(len(self)))
-        return np.flatnonzero(np.fromiter(found, dtype=np.bool_, count=len(self)))
+        held = [
+            any(span.tokens and span.sequence in wanted.get(span.source, ()) for span in self.spans(i))
+            for i in range(len(self))
+        ]
+        return np.flatnonzero(held)
+
+    def source_of(self, i: int) -> str | None:
+        """Return the source of sample ``i``, as `source_usage` names it; None for generated data."""
+        return next((span.source for span in self.spans(i)), None)
 
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read from each source; empty for generated data."""

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
 from megatron.data.manifest import ORIGINS_SUFFIX, Writable
+from megatron.data.prefixes import local_prefix
 
 ORIGINS_MAGIC = b"DOCORIG\x00"
 ORIGINS_VERSION = 1
@@ -53,7 +54,7 @@ class DocumentOrigins:
         Raises:
             DataError: if the file is damaged.
         """
-        path = Path(f"{prefix}.{ORIGINS_SUFFIX}")
+        path = Path(f"{local_prefix(prefix)}.{ORIGINS_SUFFIX}")
         try:
             content = np.memmap(path, np.uint8, "r")
             magic, version, documents, count = ORIGINS_HEADER.unpack(content[: ORIGINS_HEADER.size].tobytes())

@@ -6,7 +6,8 @@ so an entry is never out of date: other data or settings have another entry.
 
 One process builds: it holds a lock (``flock``) that ends with the process, writes to a temporary folder, syncs, and
 renames. The others poll the file system until the entry appears or the lock is free; no process blocks in a
-collective. Every table is verified against its checksum when it is read. Where the folder cannot be written or may be
+collective. Every table is verified against its checksum when it is first read, and again once its file has another
+inode, size or time of change. Where the folder cannot be written or may be
 another user's, and where the lock is not released for minutes, tables are built in memory; a process that held the lock
 and failed to publish removes the lock file, so that all waiting processes build at once.
 """
@@ -48,9 +49,11 @@ from megatron.config.privacy import PRIVATE_FILE, check_access, private_mode
 from megatron.config.text import echo
 from megatron.data.dataset import fingerprint
 from megatron.data.indexed_dataset import OPEN_FILES_FIX, is_too_many_open_files
+from megatron.data.known_files import file_identity, replace_file
 
 CACHE_FORMAT = 1  # increased when the tables of the same facts change
 ABOUT = "about.json"
+VERIFIED = "verified.json"  # inode, size and times of each table whose checksum was verified
 BUILDING = ".building"
 WAIT_MESSAGE_SECONDS = 30.0
 LONGEST_WAIT_SECONDS = 600.0  # a lock may be held by a process that never builds
@@ -164,9 +167,17 @@ class IndexCache:
             if any(written[name] != about[name] for name in ("format", "kind", "facts")):
                 raise ValueError(f"{ABOUT} describes other tables")
             files = written["tables"].items()
-            tables = {name: _mapped(path / f"{name}.npy", size, checksum) for name, (size, checksum) in files}
-            if about["kind"] in self._checks:
-                self._checks[about["kind"]](about["facts"], tables)
+            known = _verified(path)
+            opened = {
+                name: _mapped(path / f"{name}.npy", size, checksum, known.get(name)) for name, (size, checksum) in files
+            }
+            tables = {name: table for name, (table, _) in opened.items()}
+            identities = {name: identity for name, (_, identity) in opened.items()}
+            if identities != known:
+                if about["kind"] in self._checks:
+                    self._checks[about["kind"]](about["facts"], tables)
+                with suppress(OSError):  # read-only: the next process verifies them, too
+                    replace_file(path / VERIFIED, json.dumps(identities))
             return tables
         except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
             if path.exists():
@@ -186,17 +197,28 @@ def cache_entry_of(table: NDArray[Any]) -> Path | None:
     return Path(base.filename).parent if isinstance(base, np.memmap) and base.filename is not None else None
 
 
-def _mapped(path: Path, size: int, checksum: str) -> NDArray[Any]:
+def _verified(path: Path) -> dict[str, list[int]]:
+    """Return the identities of the files of an entry when their checksums were last verified; empty if unknown."""
+    with suppress(OSError, ValueError):
+        found = parse_json(read_small(path / VERIFIED))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _mapped(path: Path, size: int, checksum: str, known: list[int] | None) -> tuple[NDArray[Any], list[int]]:
     """Verify a file and map its table through the same descriptor, so that a replaced file cannot slip in.
+
+    A file of the ``known`` identity has been verified. Returns the table, and the file's identity.
 
     Raises:
         ValueError: when size or checksum differ.
     """
     with open_regular(path) as file:
-        held = os.fstat(file.fileno()).st_size
-        if held != size:
-            raise ValueError(f"{path.name} has {held:,} bytes instead of {size:,}")
-        if hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() != checksum:
+        state = os.fstat(file.fileno())
+        if state.st_size != size:
+            raise ValueError(f"{path.name} has {state.st_size:,} bytes instead of {size:,}")
+        identity = list(file_identity(state))
+        if identity != known and hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() != checksum:
             raise ValueError(f"{path.name} has another checksum")
         file.seek(0)
         try:
@@ -207,7 +229,7 @@ def _mapped(path: Path, size: int, checksum: str) -> NDArray[Any]:
             raise ValueError(f"{path.name} has no header of an array: {error}") from error
         if dtype.kind not in "iuf" or file.tell() + math.prod(shape) * dtype.itemsize != size:
             raise ValueError(f"{path.name} holds no table of numbers")  # of objects, the bytes would be pointers
-        return np.asarray(np.memmap(file, dtype, "r", file.tell(), shape))
+        return np.asarray(np.memmap(file, dtype, "r", file.tell(), shape)), identity
 
 
 def _publish(path: Path, about: Mapping[str, Any], tables: Tables) -> None:

@@ -26,9 +26,9 @@ import mmap
 import os
 import resource
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
+from megatron.data.known_files import KnownFiles, KnownPair
 from megatron.data.manifest import MANIFEST_SUFFIX, recorded_fingerprint
 from megatron.data.prefixes import remote_prefix
 
@@ -89,13 +90,16 @@ class TokenArray(Protocol):
 class IndexedDataset:
     """The sequences of a pair of token files, read through a memory map."""
 
-    def __init__(self, prefix: str | Path, floats: bool = False, verify: bool = True) -> None:
+    def __init__(
+        self, prefix: str | Path, floats: bool = False, verify: bool = True, known_files: KnownFiles | None = None
+    ) -> None:
         """Open ``<prefix>.bin`` and ``<prefix>.idx`` and check them against each other.
 
         Args:
             prefix: path or URI of the two files without ``.bin`` and ``.idx``.
             floats: accept floating-point numbers, which are not token ids.
             verify: check every entry of the index; False reads only its header and the sizes of both files.
+            known_files: records of pairs that were checked before, which are not checked again.
 
         Raises:
             DataError: when either is missing, truncated, damaged or in another format.
@@ -114,9 +118,12 @@ class IndexedDataset:
         self.documents = index[ends[2] : ends[3]].view("<i8")  # int64 [D + 1], sequences before each document
         ids: TokenArray = _map(f"{self.prefix}.bin") if remote is None else remote.tokens
         self.num_tokens = len(ids) // self.dtype.itemsize  # of all sequences
+        self._known_files = known_files if verify and remote is None else None
+        self._known = None if self._known_files is None else self._known_files.read(self.prefix)
         if verify:
-            self._check_documents()
-            self.num_tokens = self._check_sequences()
+            if self._known is None:
+                self._check_documents()
+            self.num_tokens = self._check_sequences() if self._known is None else self._known.tokens
             expected = self.num_tokens * self.dtype.itemsize
             if len(ids) != expected:
                 self._refuse("bin", "size", f"{len(ids)} bytes", f"{expected} bytes, as {self.prefix}.idx counts")
@@ -142,7 +149,11 @@ class IndexedDataset:
 
     def count_tokens(self, sequences: range) -> int:
         """Return the number of tokens in consecutive sequences."""
-        return int(self.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
+        begin, end = (
+            self.num_tokens * self.dtype.itemsize if place == len(self) else int(self.pointers[place])
+            for place in (sequences.start, sequences.stop)
+        )
+        return (end - begin) // self.dtype.itemsize
 
     @cached_property
     def fingerprint(self) -> str:
@@ -151,6 +162,8 @@ class IndexedDataset:
         Raises:
             DataError: when the manifest of the pair records another one.
         """
+        if self._known is not None:
+            return self._known.fingerprint
         facts = self.dtype, self.lengths, self.documents, self.tokens
         if self.remote is not None:  # the manifest's checksums are compared with all that is read
             return self.remote.fingerprint(lambda sample: compute_fingerprint(*facts, sample))
@@ -163,6 +176,8 @@ class IndexedDataset:
                 "copy the files of the pair again",
                 f"if they are right: rm {self.prefix}.{MANIFEST_SUFFIX}",
             )
+        if self._known_files is not None:
+            self._known_files.write(self.prefix, KnownPair(computed, self.num_tokens))
         return computed
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
@@ -179,6 +194,15 @@ class IndexedDataset:
             raise IndexError(f"tokens {offset}..{end} of sequence {i} of {self.prefix}, which has {available}")
         start = int(self.pointers[i]) // self.dtype.itemsize
         return self.tokens[start + offset : start + end]
+
+    def blocks(self, size: int) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of ``.bin`` in order, up to ``size`` at a time; of files, they are not mapped."""
+        if self.remote is not None:
+            tokens = self.remote.tokens
+            yield from (tokens[start : start + size].data for start in range(0, len(tokens), size))
+            return
+        with open(f"{self.prefix}.bin", "rb") as file:
+            yield from iter(partial(file.read, size), b"")
 
     def _read_header(self, index: NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
         """Return the type of the ids, and the numbers of sequences and document boundaries."""

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron.checkpoint.durable_files import LockState, durable_rename, sync_file, sync_folder, try_lock, write_file
+from megatron.config.data_store import is_remote
 from megatron.config.files import read_small
 from megatron.config.text import listed
 from megatron.data.document_origins import RUN, UNKNOWN_FILE, DocumentOrigins, OriginsWriter
@@ -47,6 +48,7 @@ from megatron.data.manifest import (
     FileChecksums,
     merge_fields,
 )
+from megatron.data.prefixes import local_prefix
 from megatron.data.tokenizers.base import read_tokenizer_file
 from megatron.data.tokenizers.tokenizer import (
     COPY_FILES_FIX,
@@ -235,16 +237,15 @@ class IndexedDatasetWriter:
             DataError: when the files of the pair are not those of its ``manifest``.
         """
         if manifest is not None:
-            manifest.check_files(data.prefix, omit=("bin",))
+            manifest.check_files(local_prefix(data.prefix), omit=("bin",))
         for first in range(1, len(data.documents), TABLE_BLOCK):
             self._add_boundaries(data.documents[first : first + TABLE_BLOCK] + self._sequences)
         for first in range(0, len(data), TABLE_BLOCK):
             self._add_lengths(data.lengths[first : first + TABLE_BLOCK])
         copy = BlockChecksums(self._ids)
-        with open(f"{data.prefix}.bin", "rb") as source:
-            while block := source.read(COPY_BYTES):
-                copy.write(block)
-                report(len(block))
+        for block in data.blocks(COPY_BYTES):
+            copy.write(block)
+            report(len(block))
         if copy.num_bytes != data.tokens.nbytes:
             raise DataError(
                 f"{data.prefix}.bin: {copy.num_bytes} bytes were read, expected {data.tokens.nbytes}",
@@ -450,7 +451,7 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
     prefixes: dict[str, str] = {}
     for path in inputs:
         for prefix in _prefixes_in(Path(path)) if _is_folder(path) else [path]:
-            ids = os.path.realpath(f"{prefix}.bin")
+            ids = prefix if is_remote(prefix) else os.path.realpath(f"{prefix}.bin")
             if ids in prefixes:
                 other = f", also as {prefixes[ids]}" if prefixes[ids] != prefix else ""
                 raise DataError(
@@ -537,7 +538,7 @@ def in_shard_order(parts: Sequence[MergeInput]) -> tuple[list[MergeInput], str |
     Raises:
         DataError: when a shard is there twice.
     """
-    manifests = [DatasetManifest.read(part.prefix) for part in parts]
+    manifests = [DatasetManifest.read(local_prefix(part.prefix)) for part in parts]
     shards = [manifest.facts.get("shard") if manifest else None for manifest in manifests]
     known = [(number, of) for number, of in filter(None, shards)]
     if len(known) < len(parts) or len({of for _, of in known}) > 1:
@@ -565,8 +566,8 @@ def merge_datasets(parts: Sequence[MergeInput], output: str, report: Callable[[i
     recorded = [(part.record, part.prefix) for part in parts if part.record is not None]
     if recorded:
         _, prefix = max(recorded, key=lambda pair: (pair[0].special_ids is not None, pair[0].parses_special_tokens))
-        extra_files[RECORD_SUFFIX] = read_small(f"{prefix}.{RECORD_SUFFIX}")
-        folder = Path(f"{prefix}.{FILES_SUFFIX}")
+        extra_files[RECORD_SUFFIX] = read_small(f"{local_prefix(prefix)}.{RECORD_SUFFIX}")
+        folder = Path(f"{local_prefix(prefix)}.{FILES_SUFFIX}")
         if folder.is_dir():
             refuse_outside_links(folder, COPY_FILES_FIX)
         for path in sorted(folder.glob("*")):
@@ -577,7 +578,7 @@ def merge_datasets(parts: Sequence[MergeInput], output: str, report: Callable[[i
     for of_part in origins:
         for name in of_part.files if of_part else ():
             names.setdefault(name, len(names))
-    manifests = [DatasetManifest.read(part.prefix) for part in parts]
+    manifests = [DatasetManifest.read(local_prefix(part.prefix)) for part in parts]
     manifest = merge_fields(manifests)
     with IndexedDatasetWriter(output, parts[0].dtype, extra_files, None, list(names) or None, manifest) as writer:
         for part, of_part, checksums in zip(parts, origins, manifests):

@@ -215,6 +215,7 @@ class DataSource:
     stream: tuple[int, int] = (0, 1)
     origin: Origin = WHOLE_RUN  # of the phase of the run that reads them
     columns: tuple[SampleColumns, ...] = ()  # what the model reads beside tokens and labels
+    mixture: Mapping[str, Any] = field(default_factory=dict)  # what decides its order, besides files; empty without one
     skipped: PlaceRanges = field(default_factory=PlaceRanges)  # places of training samples that are left out
     notes: tuple[str, ...] = ()  # warnings for the user, a sentence each
 
@@ -524,6 +525,7 @@ def build_data(
         stream=stream,
         origin=origin,
         columns=columns,
+        mixture={} if data.data_mixture is None else data.mixture.summary(),
         skipped=skips.ranges,
         notes=tuple(note for note in notes if note),
     )

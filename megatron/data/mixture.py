@@ -39,6 +39,7 @@ DOCUMENTS_PER_SUM = 128
 """Documents between two entries of the table of an epoch, which has 1/16 byte for each document."""
 
 DOCUMENTS_AT_ONCE = 1 << 16  # so that intermediate arrays stay in the CPU cache
+SAMPLES_AT_ONCE = 1 << 16
 CACHED_ABOVE = 1 << 16
 """Documents of a source whose tables are kept in the index cache; smaller ones are computed faster than read."""
 
@@ -82,6 +83,24 @@ class DocumentStream:
             here = min(tokens, self.tokens - place)
             yield from self._epoch_spans(epoch, place, here)
             begin, tokens = begin + here, tokens - here
+
+    def intervals(self, sequences: Mapping[str, NDArray[np.int64]], epochs: range) -> NDArray[np.int64]:
+        """Return where the documents of ``sequences``, given by file, lie in the stream: begin and end ``[n, 2]``."""
+        held = np.zeros(self.documents, dtype=np.bool_)
+        for indexed, first in zip(self.files, self._firsts):
+            numbers = sequences.get(indexed.prefix, np.empty(0, np.int64))
+            held[first + np.searchsorted(indexed.documents, numbers, side="right") - 1] = True
+        found = [np.empty((0, 2), dtype=np.int64)]
+        for epoch in epochs if held.any() else ():
+            begin = epoch * self.tokens
+            for place in range(0, self.documents, DOCUMENTS_AT_ONCE):
+                documents = self.order(epoch, range(place, place + DOCUMENTS_AT_ONCE))
+                lengths = self._lengths(documents)
+                ends = begin + np.cumsum(lengths)
+                here = np.flatnonzero(held[documents] & (lengths > 0))
+                found.append(np.column_stack([ends[here] - lengths[here], ends[here]]))
+                begin = int(ends[-1])
+        return np.concatenate(found)
 
     def _epoch_spans(self, epoch: int, place: int, tokens: int) -> Iterator[tuple[IndexedDataset, Span]]:
         sums = self._token_sums(epoch)
@@ -226,9 +245,30 @@ class MixtureDataset(Dataset):
         """See `Dataset.spans`."""
         return tuple(span for _, span in self._spans(i))
 
+    def places_of(self, sequences: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """See `Dataset.places_of`; of documents that hold these sequences."""
+        held, ends = [np.empty(0, dtype=np.int64)], np.max([plan.ends for plan in self.plans], axis=0).tolist()
+        intervals = [
+            stream.intervals(sequences, range(end // stream.tokens + 1)) for stream, end in zip(self.streams, ends)
+        ]
+        for first in range(0, len(self), SAMPLES_AT_ONCE):
+            numbers = np.arange(first, min(first + SAMPLES_AT_ONCE, len(self)))
+            sources, begins = self.places(numbers)
+            for k in np.unique(sources).tolist():
+                at = np.flatnonzero(sources == k)
+                # the first interval that ends after the first token of a sample
+                number = np.searchsorted(intervals[k][:, 1], begins[at], side="right")
+                starts = np.append(intervals[k][:, 0], np.iinfo(np.int64).max)[number]
+                held.append(numbers[at[starts <= begins[at] + self.seq_length]])
+        return np.sort(np.concatenate(held))
+
     def _spans(self, i: int) -> Iterator[tuple[IndexedDataset, Span]]:
         source, begin = (int(column[0]) for column in self.places(np.array([i])))
         return self.streams[source].spans(begin, self.seq_length + 1)
+
+    def source_of(self, i: int) -> str:
+        """See `Dataset.source_of`."""
+        return self.streams[int(self.places(np.array([i]))[0][0])].name
 
     def places(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
         """Return the source of each of the samples ``numbers [n]``, and the tokens of the source before it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,11 @@ def local_prefix(prefix: str | Path) -> str:
     """Return the prefix of the files beside ``.bin``: the same for a path, that of their copies for a URI."""
     remote = remote_prefix(prefix)
     return str(prefix) if remote is None else remote.local
+
+
+def has_remote_data() -> bool:
+    """Return True if this process has opened a prefix in a store with its present options."""
+    return "megatron.data.token_store" in sys.modules and bool(_token_store().opened)
 
 
 def _token_store() -> TokenStore:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.config.batch import final_consumed_samples
+from megatron.config.batch import WHOLE_RUN, Origin, final_consumed_samples
 from megatron.config.data import DOCUMENT_BOUNDARY_OPTIONS
 from megatron.config.data_paths import SPLITS, Blend, SplitSource, data_sources, split_shares
 from megatron.config.run import RunConfig
@@ -45,11 +45,12 @@ def preview_data(
     iteration: int = 0,
     consumed_samples: int = 0,
     segments: Mapping[str, Sequence[int]] | None = None,
+    origin: Origin = WHOLE_RUN,
 ) -> list[str]:
     """Return lines for the configuration summary, one per dataset; none for mock data.
 
     Reads only the size and the header of each file, unless a split might be too small for a sample. ``iteration`` and
-    ``consumed_samples`` are where the run begins, and ``segments`` are those of `build_data`.
+    ``consumed_samples`` are where the run begins, ``segments`` and ``origin`` are those of `build_data`.
 
     Raises:
         UserError: if the data options are invalid, or skip what has been consumed.
@@ -67,7 +68,7 @@ def preview_data(
     packed = None if config.data.packing == "concat" else (length, SPARE_IDS * config.data.fim_data)
     read = split_sample_counts(config.data, config.training, dp, begin, streams=streams)
     sources = data_sources(config.data)
-    mixture = [] if config.data.data_mixture is None else blend_usage(config, world_size, resumes=iteration > 0)
+    mixture = [] if config.data.data_mixture is None else blend_usage(config, world_size, origin, iteration > 0)
     if mixture:
         table = usage_table(mixture, MAX_DATASETS_SHOWN)
         rows = [f"{'train' if line is table[0] else '':<11}{line}" for line in table]
@@ -82,7 +83,6 @@ def preview_data(
     skips = SampleSkips(
         config.data, config.training.seq_length, (segments or {}).get(SKIPPED, ()), streams * consumed_samples
     )
-    skips.check_sources(sources["train"].blend.prefixes)
     notes = skips.notes(tokens // config.training.seq_length)
     needed = {split: source for split, source in resolve_sources(config.data, read).items() if split in read}
     prefixes = dict.fromkeys(prefix for source in needed.values() for prefix in source.blend.prefixes)
@@ -183,7 +183,7 @@ def _dataset_use(blend: Blend, tokens: int, part: float, packed: tuple[int, int]
     shares = [*(weight / total for weight in weights), *[0.0] * len(shown)]
     uses = []
     for data, size, share in zip(shown, lengths, shares):
-        bins = None if packed is None else pack_files(data, *packed)
+        bins = None if packed is None else pack_files(data, range(len(data)), *packed).bins
         once = size if packed is None or bins is None else len(bins) * packed[0]
         padding = None if packed is None or bins is None else bins.padding(*packed)
         epochs = tokens * share / (once * part) if once else 0.0

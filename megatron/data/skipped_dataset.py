@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
+from megatron.config.data_paths import data_sources
 from megatron.config.errors import Problem, UserError
 from megatron.config.text import counted, did_you_mean, listed, shell_word
 from megatron.data.dataset import Dataset, Sample, SourceUsage, Span
@@ -32,8 +33,8 @@ SKIPPED = "skipped"
 MOST_EMPTY_SEGMENTS = 3
 """Segments in a row without a sample to keep after which the search ends."""
 
-MANY_SKIPPED = 0.05
-"""Share of samples skipped because of documents from which on a note recommends preprocessing."""
+FEW_SKIPPED, MANY_SKIPPED = 10, 0.05
+"""Number and share of samples skipped because of documents from which on a note recommends preprocessing."""
 
 
 class PlaceRanges:
@@ -124,6 +125,10 @@ class SkippedDataset(Dataset):
         """See `Dataset.spans`."""
         return self.dataset.spans(self.place(i))
 
+    def source_of(self, i: int) -> str | None:
+        """See `Dataset.source_of`."""
+        return self.dataset.source_of(self.place(i))
+
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return how far the first ``samples`` samples advance in each source, which skipped samples do, too."""
         return self.dataset.source_usage(self.skipped.end(samples))
@@ -164,8 +169,9 @@ class SampleSkips:
             raise UserError([consumed_problem(read, wanted, self.position)])
         self.ranges = past | wanted.clip(self.position, 2**63 - 1)  # those found so far
         documents = {} if data.generated or data.chat_data_path else data.document_ranges()
-        self._sequences = {prefix: _sequences(prefix, parts) for prefix, parts in documents.items()}
-        self.documents = 0  # samples ahead that are skipped because of documents
+        sources = data_sources(data)["train"].blend.prefixes if documents else ()
+        self._sequences = {prefix: _sequences(prefix, parts, sources) for prefix, parts in documents.items()}
+        self._of_documents = PlaceRanges()  # those found because of documents
         self._searched = self._empty = 0  # places searched, and segments in a row without a sample to keep
 
     def __bool__(self) -> bool:
@@ -175,16 +181,13 @@ class SampleSkips:
         """Search the next segment for samples to skip; return the number of the others.
 
         Raises:
-            UserError: if documents are not of a source of the data.
             DataError: if nothing is left.
         """
-        self.check_sources([usage.source for usage in segment.source_usage(0)])
         begin, self._searched = self._searched, self._searched + len(segment)
         if self._sequences and self._searched > self.position:
             found = segment.places_of(self._sequences) + begin
             ahead = PlaceRanges.of_places(found[found >= self.position]).minus(self.ranges)
-            self.documents += ahead.count(begin, self._searched)
-            self.ranges = self.ranges | ahead
+            self._of_documents, self.ranges = self._of_documents | ahead, self.ranges | ahead
         kept = len(segment) - self.ranges.count(begin, self._searched)
         self._empty = 0 if kept else self._empty + 1
         if self._empty > MOST_EMPTY_SEGMENTS and self._sequences:
@@ -194,15 +197,6 @@ class SampleSkips:
     def missing(self, samples: int) -> int:
         """Return how many further places must be searched at least for ``samples`` samples to be left."""
         return self.ranges.end(samples) - self._searched
-
-    def check_sources(self, sources: Sequence[str]) -> None:
-        """Raise UserError if documents are not of one of the ``sources`` of the data."""
-        for prefix in self._sequences:
-            if prefix not in sources:
-                meant = did_you_mean(prefix, sources)
-                fix = () if meant is None else (f"--skip-documents {shell_word(meant)}:ID",)
-                sentence = f"--skip-documents: {prefix} is not a source of the training data: {listed(sources)}"
-                raise UserError([Problem("E543", sentence, fix)])
 
     def notes(self, samples: int) -> list[str]:
         """Return notes on what the first ``samples`` samples of the run skip."""
@@ -215,9 +209,9 @@ class SampleSkips:
         if beyond := self._wanted.clip(end, 2**63 - 1):
             first = next(iter(beyond))[0]
             notes.append(f"what is skipped from sample {first:,} on has no effect: this run ends before it")
-        if self.documents > MANY_SKIPPED * samples:
+        if (held := self._of_documents.count(0, end)) > max(FEW_SKIPPED, MANY_SKIPPED * samples):
             notes.append(
-                f"--skip-documents skips {self.documents:,} samples for what else they hold: for a long list, "
+                f"--skip-documents skips {held:,} samples, with what else they hold: for a long list, "
                 "preprocess the data again without these documents"
             )
         return notes
@@ -233,8 +227,13 @@ def consumed_problem(read: PlaceRanges, wanted: PlaceRanges, position: int) -> P
     return Problem("E542", sentence, (*((f"--skip-samples {ahead.replace(',', '')}",) if ahead else ()), earlier))
 
 
-def _sequences(prefix: str, documents: Sequence[range]) -> NDArray[np.int64]:
-    """Return the numbers of the sequences of documents, ascending."""
+def _sequences(prefix: str, documents: Sequence[range], sources: Sequence[str]) -> NDArray[np.int64]:
+    """Return the numbers of the sequences of documents, ascending; ``sources`` are the prefixes of the data."""
+    if prefix not in sources:
+        meant = did_you_mean(prefix, sources)
+        fix = () if meant is None else (f"--skip-documents {shell_word(meant)}:ID",)
+        sentence = f"--skip-documents: {prefix} is not a source of the training data: {listed(sources)}"
+        raise UserError([Problem("E543", sentence, fix)])
     try:
         data = IndexedDataset(prefix, verify=False)
     except DataError as error:

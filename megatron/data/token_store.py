@@ -196,6 +196,10 @@ class RemoteTokens:
             found = last[1][slice(*part)]
         return found
 
+    def touch(self, number: int) -> bool:
+        """Count a block as used now; return False if it is not in the cache."""
+        return self._cache.touch(self._path(number))
+
     def fetch(self, number: int) -> bool:
         """Have a block in the cache before it is read; return False if another process is fetching it.
 
@@ -204,7 +208,7 @@ class RemoteTokens:
             BlockingIOError: if it cannot be kept.
         """
         path = self._path(number)
-        if self._cache.touch(path):
+        if self.touch(number):
             return True
         with self._cache.writing(path, wait=False) as file:
             if file is not None:
@@ -213,7 +217,7 @@ class RemoteTokens:
                 return True
         if not self._cache.is_open:
             raise BlockingIOError(errno.EAGAIN, "the cache cannot be written", str(path))
-        return False
+        return self.touch(number)
 
     def _download(self, block: range) -> bytes:
         """Read a block from the store, and verify it."""
@@ -286,7 +290,7 @@ class TokenStore:
         self.folder = folder
         self.cache = BlockCache(folder, max_bytes)
         self._block_bytes = block_bytes
-        self._opened: dict[str, RemotePrefix] = {}
+        self.opened: dict[str, RemotePrefix] = {}  # by URI
         self._listings: dict[RemotePath, dict[str, Mapping[str, Any]]] = {}
         self._lock = threading.Lock()
 
@@ -296,10 +300,10 @@ class TokenStore:
         Raises:
             DataError: if the prefix lacks an object, or the store or the disk fails.
         """
-        found = self._opened.get(prefix)
+        found = self.opened.get(prefix)
         if found is None:
             try:
-                found = self._opened[prefix] = self._open(prefix)
+                found = self.opened[prefix] = self._open(prefix)
             except OSError as error:  # of the disk
                 seen = f"--data-store-cache {self.folder} cannot be used: {error.strerror or error}"
                 raise DataError(seen, "--data-store-cache ANOTHER") from error
@@ -324,9 +328,8 @@ class TokenStore:
         }
         if f"{name}.tokenizer" in listing:
             inner = path.parent / f"{name}.tokenizer"
-            with store_errors(inner, "the folder cannot be listed"):
-                sizes = inner.files()
-            small |= {f"{name}.tokenizer/{file}": StoredObject(inner / file, size, "") for file, size in sizes.items()}
+            files = {file: entry for file, entry in self._list(inner).items() if entry["type"] == "file"}
+            small |= {f"{name}.tokenizer/{f}": StoredObject.of(inner / f, entry) for f, entry in files.items()}
         versions = sorted((key, each.size, each.version) for key, each in small.items())
         self._make_folder()
         folder = self.folder / f"{name}-{fingerprint(source.path, source.size, source.version)}"

@@ -114,7 +114,9 @@ class OutputLayer(nn.Module):
         of_tokens: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]] | None = None,
         trains_weight: bool = True,
     ) -> tuple[Tensor, ...]:
-        """Return the summed cross-entropy of labels, with and without z-loss: see :func:`linear_cross_entropy`.
+        """Return the summed cross-entropy of labels, with and without z-loss, and its summands, without gradients.
+
+        See :func:`linear_cross_entropy`.
 
         Args:
             x_SBH: hidden states ``[S(/tp), B, H]``.
@@ -238,7 +240,7 @@ def linear_cross_entropy(
     vocabulary: VocabularyShard,
     z_coeff: float = 0.0,
     loss_grad: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sum ``mask * (log Z - logit[label] + z_coeff * (log Z)^2)`` over tokens, with ``Z = sum_v exp(logit_v)``.
 
     The gradient of ``x`` is partial: a sum over this rank's vocabulary rows, to be reduced over the group by the
@@ -255,13 +257,13 @@ def linear_cross_entropy(
             is accumulated during forward; otherwise an fp32 tensor of the weight's size is kept until backward.
 
     Returns:
-        ``(objective, cross_entropy)``, scalars in at least fp32, equal on all ranks of the group. The second omits the
-        z term; it is for reporting and not differentiable.
+        ``(objective, cross_entropy, losses_T)`` in at least fp32, equal on all ranks of the group. The second omits the
+        z term, and the third are its summands. Both are for reporting and not differentiable.
     """
-    objective, cross_entropy = _LinearCrossEntropy.apply(
+    objective, cross_entropy, losses_T = _LinearCrossEntropy.apply(
         x_TH, weight_VH, labels_T, mask_T, vocabulary, z_coeff, loss_grad, torch.is_grad_enabled()
     )
-    return objective, cross_entropy
+    return objective, cross_entropy, losses_T
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -276,11 +278,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_coeff: float,
         loss_grad: Tensor | None,
         differentiate: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(x_TH.dtype, torch.float32)
         linear, accumulator, name = vocabulary.kernels.linear, vocabulary.grad_accumulator, vocabulary.weight
         objective, cross_entropy = torch.zeros(2, dtype=dtype, device=x_TH.device).unbind()
         early, trains = differentiate and loss_grad is not None, differentiate and weight_VH.requires_grad
+        losses_T = torch.empty(x_TH.shape[0], dtype=dtype, device=x_TH.device)
         dx_TH = torch.empty_like(x_TH) if differentiate else None
         dw_VH = torch.empty_like(weight_VH, dtype=dtype) if trains and not early else None
         with accumulator.accumulate_products(name) if trains and early else nullcontext() as accumulate_product:
@@ -288,7 +291,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits_CV, uncapped_CV = vocabulary.logits(x_TH[tokens], weight_VH)
                 chunk = _chunk_loss(logits_CV, labels_T[tokens], mask_T[tokens].to(dtype), vocabulary)
                 del logits_CV  # frees them where the kernel made an fp32 copy
-                entropy = (chunk.loss * chunk.mask).sum()
+                entropy = torch.mul(chunk.loss, chunk.mask, out=losses_T[tokens]).sum()
                 cross_entropy = cross_entropy + entropy
                 objective = objective + entropy + z_coeff * (chunk.log_z.square() * chunk.mask).sum()
                 if dx_TH is not None:
@@ -303,12 +306,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 del chunk  # before the next chunk's logits are allocated
         ctx.save_for_backward(dx_TH, dw_VH)
         ctx.vocabulary, ctx.early = vocabulary, early
-        ctx.mark_non_differentiable(cross_entropy)
-        return objective, cross_entropy
+        ctx.mark_non_differentiable(cross_entropy, losses_T)
+        return objective, cross_entropy, losses_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, loss_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, loss_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         dx_TH, dw_VH = ctx.saved_tensors
         vocabulary: VocabularyShard = ctx.vocabulary
         if ctx.early:

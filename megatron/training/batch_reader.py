@@ -174,6 +174,17 @@ class BatchReader(Component):
             self._prefetched = None
         self.digest_read = digest_before
 
+    def train_places(self, first: int) -> tuple[int, list[range]]:
+        """Return the size of the global batch from place ``first`` on, and the places that this rank reads of it."""
+        size = self._batch_size_at(first)
+        return size, self.source.rank_places("train", first, size, self._mesh.dp_rank, self._mesh.dp_size)
+
+    def evaluation_places(self, split: str) -> list[range]:
+        """Return the places that this rank reads in an evaluation on a validation or test split."""
+        size, mesh = self._batch_sizes[-1][1], self._mesh
+        firsts = range(0, self._config.training.eval_iters * size, size)
+        return [p for first in firsts for p in self.source.rank_places(split, first, size, mesh.dp_rank, mesh.dp_size)]
+
     def evaluation_batches(self, split: str, index: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of global batch ``index`` of a validation or test split."""
         size = self._batch_sizes[-1][1]
@@ -245,6 +256,7 @@ class BatchReader(Component):
             "fingerprints": dict(self.source.fingerprints),
             "digest": f"{self.consumed_digest():016x}",
             "stream": list(self.source.stream),
+            "mixture": dict(self.source.mixture),
             "sources": self.source.tokens_of_sources(self._progress.place),
         }
 

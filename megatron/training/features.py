@@ -24,7 +24,9 @@ from megatron.training.components.kept_casts import KeptCasts
 from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.components.optimizer_state import OptimizerState
 from megatron.training.components.passed_steps import PassedSteps
+from megatron.training.components.source_losses import SourceLosses
 from megatron.training.components.spikes import SpikeGuard
+from megatron.training.components.store_prefetch import StorePrefetch
 from megatron.training.diloco.component import Diloco
 from megatron.training.diloco.outer_optimizer import PARAM
 from megatron.training.frozen_models import FrozenModelInputs
@@ -56,6 +58,7 @@ FEATURES: Sequence[Feature] = (
     HeadWeights,
     Diloco,
     ExpertReport,
+    SourceLosses,
 )
 """Features with state, or which act around a step, in the order in which they act."""
 
@@ -81,6 +84,8 @@ def build_callbacks(
     """Create the components that act in the loop alone, when the start of the run is loaded."""
     config, logging = trainer.config, trainer.config.logging
     callbacks: list[Component] = []
+    if (prefetch := StorePrefetch.create(trainer, stop)) is not None:
+        callbacks.append(prefetch)
     if config.training.on_nonfinite == "stop":
         callbacks.append(NonFiniteCheck(trainer))
     if logging.run_dir is not None:  # a profile may be requested at any time

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.arguments.hardware import known_cluster
+from megatron.arguments.phases import describe_plan
 from megatron.arguments.summary import summary
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.location import Location
@@ -151,6 +152,8 @@ def take_phases(
     A phase ends with a checkpoint. The next one begins from it like a start of its own, in the same processes.
     """
     world, configs, goodput = stop.world, [phase.config for phase in plan], Goodput(startup.began)
+    if len(plan) > 1:
+        notes = [*notes, *describe_plan(plan, world.size)]
     earlier = ResumeSource()  # checkpoints of phases before, if those of a later one turned out to be damaged
     while True:
         with refuse_start_on_error(), PeerWatchdog(world):

@@ -390,12 +390,12 @@ class ThroughputModel:
 
     total_iterations: int  # of the whole run
     total_samples: int  # at the end of the phase
-    later_tokens: int  # of the phases after it
     seq_length: int  # tokens per sample
     world_size: int
     flops: FlopsPerToken
     peak_flops: float | None  # of one device in FLOP/s, if known
     on_gpu: bool
+    tokens_of_later_phases: int = 0
 
     @classmethod
     def from_config(
@@ -417,7 +417,7 @@ class ThroughputModel:
         return cls(
             total_iterations=origin.iteration + final_iteration(*end) + later[0],
             total_samples=origin.samples + final_consumed_samples(*end),
-            later_tokens=later[1],
+            tokens_of_later_phases=later[1],
             seq_length=config.training.seq_length,
             world_size=world_size,
             flops=FlopsPerToken.from_config(config),
@@ -440,6 +440,6 @@ class ThroughputModel:
             "throughput": tokens_per_second * self.flops.megatron / 1e12,
             **{name: None if peak is None else tokens_per_second * x / peak for name, x in counts.items()},
             TOTAL_ITERATIONS: self.total_iterations,
-            SECONDS_LEFT: (samples_left * self.seq_length + self.later_tokens) / metrics["tokens-per-second"],
+            SECONDS_LEFT: (samples_left * self.seq_length + self.tokens_of_later_phases) / metrics["tokens-per-second"],
             ON_GPU: self.on_gpu,
         }

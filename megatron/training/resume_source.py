@@ -30,8 +30,10 @@ from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.publish import CHECKPOINT_NAME, is_complete, is_interrupted
 from megatron.config.batch import Origin, final_iteration
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig
 from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
+from megatron.config.mixture import mixture_changes
 from megatron.config.option import Role
 from megatron.config.run import RunConfig
 from megatron.config.schemes import MEGATRON_PREFIX
@@ -363,6 +365,8 @@ def phase_note(origin: Origin, config: RunConfig, world_size: int) -> str:
     """Return the log line on a phase that begins."""
     steps = final_iteration(config.training, config.parallel.data_parallel_size(world_size))
     data = f"its data continue after {origin.read:,} samples" if origin.read else "its data are read from the beginning"
+    if config.data.data_mixture is not None and any(origin.sources.values()):
+        data = "each source of its mixture continues"
     return (
         f"a new phase of {steps:,} steps begins after step {origin.iteration:,}, {origin.samples:,} samples, "
         f"{origin.tokens:,} tokens: all lengths count from there, and moments and counters continue; {data}"
@@ -391,11 +395,20 @@ def compare_data(
     if "train" in changed:
         flag = train_data_flag(config.data)
         same = (f"{flag} THE_SAME_DATA",) if flag is not None else ()
-        sentence = f"the {data} are not those of the checkpoint: other files, or another order"
+        sentence = f"the {data} are not those of the checkpoint: {_difference(saved, config.data)}"
         raise UserError([Problem("E815", sentence, (*same, *resume_mode_fixes(Role.DATA, config.checkpoint, own)))])
     notes = [f"the {data} are not those of the checkpoint: losses on them cannot be compared with those before it"]
     unrecorded = "the checkpoint does not record its samples: the data must be those of its run"  # of Megatron-LM
     return [*([] if saved["digest"] else [unrecorded]), *(notes if changed else [])]
+
+
+def _difference(saved: Mapping[str, Any], data: DataConfig) -> str:
+    """Return what differs between the data of a run and those of the checkpoint."""
+    changes = []
+    if data.data_mixture is not None and saved.get("mixture"):
+        with suppress(LookupError, TypeError, AttributeError):  # of another version
+            changes = mixture_changes(saved["mixture"], data.mixture.summary())
+    return listed(changes) if changes else "other files, or another order"
 
 
 def is_own_checkpoint(path: Location, options: CheckpointConfig) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -16,8 +17,17 @@ from typing import Any
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.cli import ParsedArguments, given_values, parse
-from megatron.arguments.phases import collect_phases, describe_plan, plan_phases, planned, read_phases
+from megatron.arguments.phases import (
+    PhaseEntry,
+    collect_phases,
+    describe_plan,
+    mixture_phases,
+    plan_phases,
+    planned,
+    read_phases,
+)
 from megatron.checkpoint.format import Manifest
+from megatron.config.batch import WHOLE_RUN, Origin
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch, end_refused_start
 from megatron.config.phases import Phase
@@ -88,14 +98,25 @@ def read_start(argv: Sequence[str], about: str = "") -> Start:
         DataError: if the data cannot be used, and there is no other problem.
     """
     Launch.read(os.environ)  # a broken environment is refused before any flag
-    if (path := given_values(argv).get("phases")) is not None:
-        return read_phased_start(argv, about, path)
+    given = given_values(argv)
+    entries = mixture_phases(given) if given.get("phases") is None else read_phases(given["phases"])
+    if entries:
+        return read_phased_start(argv, about, entries, given)
     parsed = parse(argv, recall=stored_config, read_model=read_model_values, about=about, stored_layout=stored_layout)
     return check_start(replace(parsed, config=with_data(parsed.config, parsed.world_size)))
 
 
-def read_phased_start(argv: Sequence[str], about: str, path: str) -> Start:
-    """Read and check a command line with ``--phases``; arguments and errors as for :func:`read_start`."""
+def read_phased_start(
+    argv: Sequence[str], about: str, entries: Sequence[PhaseEntry], given: Mapping[str, Any]
+) -> Start:
+    """Read and check a command line with several phases; other arguments and errors as for :func:`read_start`.
+
+    Args:
+        argv: see there.
+        about: see there.
+        entries: the phases.
+        given: values that presets, flags and files set.
+    """
 
     def parse_phase(where: str, options: Mapping[str, Any], world_size: int | None) -> ParsedArguments:
         parsed = parse(
@@ -108,14 +129,17 @@ def read_phased_start(argv: Sequence[str], about: str, path: str) -> Start:
         )
         return replace(parsed, config=with_data(parsed.config, parsed.world_size))
 
-    phases = plan_phases(path, read_phases(path), given_values(argv), parse_phase)
-    names = [str(parsed.config.training.phase_name) for parsed in phases]
+    path = given.get("phases") or given["data_mixture"]
+    phases = plan_phases(path, entries, given, parse_phase)
+    names = [entry.name for entry in entries]
     sources = [ResumeSource() for _ in phases]  # of those that do not come next
+    source = find_resume_source(phases[0].config.resume_options)
     if phases[0].check_only:
-        source = find_resume_source(phases[0].config.resume_options)
         choice = choose_phase([each.config for each in phases], source, phases[0].world_size)
         sources[choice.place] = choice.source
-    starts = collect_phases(names, [*zip(phases, sources)], lambda pair: check_start(*pair))
+    plans_data = phases[0].check_only or source.fresh
+    origins = planned_origins(phases) if plans_data else [WHOLE_RUN] * len(phases)
+    starts = collect_phases(names, [*zip(phases, sources, origins)], lambda phase: check_start(*phase))
     return replace(starts[0], phases=tuple(starts))
 
 
@@ -147,12 +171,28 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     return replace(config, model=replace(config.model, vocab_size=size))
 
 
-def check_start(parsed: ParsedArguments, source: ResumeSource | None = None) -> Start:
+def planned_origins(phases: Sequence[ParsedArguments]) -> list[Origin]:
+    """Return where each phase begins, with what is read of the sources of mixtures before it."""
+    origins = [WHOLE_RUN]
+    for each in phases[:-1]:
+        config, size, before = each.config, each.world_size, origins[-1]
+        sources, phase = Counter(before.sources), planned(each)
+        if config.data.data_mixture is not None:
+            for stage in blend_usage(config, size, before):
+                sources.update({use.name: use.tokens for use in stage.sources})
+        samples = before.samples + phase.tokens // config.training.seq_length
+        position = before.iteration + phase.steps, samples, before.tokens + phase.tokens
+        origins.append(Origin(*position, sources=dict(sources)))
+    return origins
+
+
+def check_start(parsed: ParsedArguments, source: ResumeSource | None = None, origin: Origin = WHOLE_RUN) -> Start:
     """Check the start on this machine and, with ``--check-config``, what the run would read.
 
     Args:
         parsed: with the vocabulary size, and lengths that follow from the data.
         source: what it starts from; None to search for it.
+        origin: of its phase.
 
     Raises:
         UserError: with all problems.
@@ -186,8 +226,8 @@ def check_start(parsed: ParsedArguments, source: ResumeSource | None = None) -> 
             notes += start.notes
     position = start.iteration, start.consumed_samples
     with collected():
-        data = preview_data(config, size, *position, start.segments) if parsed.check_only else []
-        check_mixture(config, size)
+        data = preview_data(config, size, *position, start.segments, origin) if parsed.check_only else []
+        check_mixture(config, size, origin)
         if start.data is not None:
             fingerprints = data_fingerprints(config, size, *position, start.segments)
             notes += compare_data(start.data, fingerprints, config, start.own)
@@ -196,13 +236,13 @@ def check_start(parsed: ParsedArguments, source: ResumeSource | None = None) -> 
     return Start(replace(parsed, config=config, notes=tuple(notes)), position, data)
 
 
-def check_mixture(config: RunConfig, world_size: int) -> None:
+def check_mixture(config: RunConfig, world_size: int, origin: Origin) -> None:
     """Check that the stages of a new run fit it, and that no source is read too often, before torch is imported.
 
     Raises as `blend_usage`. A run that resumes may be longer than its stages; `build_data` checks it.
     """
     if config.data.data_mixture is not None and find_resume_source(config.resume_options).fresh:
-        blend_usage(config, world_size)
+        blend_usage(config, world_size, origin)
 
 
 def refuse(error: UserError | DataError) -> int:

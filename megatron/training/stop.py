@@ -29,6 +29,9 @@ TIME_LIMIT = 124
 STOP_FILE_FOUND = 1
 """Stop code if only the stop file stops the run; the exit status is 0, because launchers restart on any other."""
 
+NO_DATA = 75
+"""Exit status if an object store does not return the data of the next step: EX_TEMPFAIL of sysexits.h, try again."""
+
 ECHO_SECONDS = 2.0
 """A second signal within this time is the same Ctrl-C: it reaches every process, and torchrun forwards it again."""
 
@@ -121,6 +124,7 @@ class StopRequest:
         self._deadline = None if minutes is None else since + 60.0 * minutes
         self._signal = 0  # the first one received
         self._received = 0.0  # when
+        self._without_data = False
         self._previous = {s: signal.signal(s, self._handle) for s in (*SIGNALS, REQUEST_SIGNAL)}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -133,12 +137,18 @@ class StopRequest:
             self.restore()
             signal.raise_signal(number)
 
+    def stop_without_data(self, error: Exception) -> None:
+        """Stop the run after this step because the data of the next one cannot be read."""
+        if not self._without_data:
+            self._without_data = True
+            print_warning(f"this step is the last one, because the data of the next one cannot be read: {error}")
+
     def poll(self, now: bool = True) -> int:
         """Return the stop code, or 0 to continue; the same on every rank. Collective.
 
         128 + the highest signal number received by any rank, else ``TIME_LIMIT`` if it is over on any rank, else
-        ``STOP_FILE_FOUND`` if rank 0 sees the file. With several GPUs, and not ``now``, it is that of the previous
-        call. Give ``now`` alike on all ranks.
+        ``NO_DATA`` if a rank has called :meth:`stop_without_data`, else ``STOP_FILE_FOUND`` if rank 0 sees the file.
+        With several GPUs, and not ``now``, it is that of the previous call. Give ``now`` alike on all ranks.
         """
         requests = [self.local_code(), *self._local_profile_request()]
         if self.world.size > 1:  # a single rank needs no tensor
@@ -156,6 +166,8 @@ class StopRequest:
             return 128 + self._signal
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return TIME_LIMIT
+        if self._without_data:
+            return NO_DATA
         return STOP_FILE_FOUND if self._file is not None and os.path.exists(self._file) else 0
 
     def reason(self, code: int) -> str:
@@ -164,6 +176,8 @@ class StopRequest:
             return f"--stop-file {self._file}"
         if code == TIME_LIMIT:
             return "--exit-duration-in-mins"
+        if code == NO_DATA:
+            return "an object store that does not return the data of the next step"
         return f"signal {code - 128} ({signal.Signals(code - 128).name})"
 
     def restore(self) -> None:

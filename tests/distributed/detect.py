@@ -296,7 +296,7 @@ def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
     vocabulary = VocabularyShard(rank * rows, rows, mesh.tp, grad_accumulator, "weight")
     x.requires_grad_()
     mask = torch.ones(x.shape[0], dtype=torch.float64)
-    loss, _ = linear_cross_entropy(x, mine, labels, mask, vocabulary)
+    loss, *_ = linear_cross_entropy(x, mine, labels, mask, vocabulary)
     of_tokens = token_losses(x, mine, labels.unsqueeze(1), mask.unsqueeze(1), vocabulary).sum()
     (loss + of_tokens).backward()
     return (loss + of_tokens).item(), x.grad if x.grad is not None else torch.zeros_like(x)

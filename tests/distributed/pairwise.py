@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -52,8 +52,11 @@ def pairs_of(choice: Choice) -> set[Pair]:
     return {frozenset(pair) for pair in combinations(choice.items(), 2)}
 
 
-def lightened(cases: Sequence[Choice], costs: Mapping[str, Sequence[Any]], valid: Callable[[Choice], bool]) -> None:
-    """Give cases the first valid value of each factor in ``costs``, unless only they have a pair of the one they had.
+Change = tuple[Choice, str, Any]
+
+
+class Lightening:
+    """Gives cases cheaper values, as long as they cover the same pairs.
 
     Args:
         cases: complete choices, which change.
@@ -61,13 +64,42 @@ def lightened(cases: Sequence[Choice], costs: Mapping[str, Sequence[Any]], valid
         valid: see :func:`covering`.
 
     """
-    times = Counter(pair for choice in cases for pair in pairs_of(choice))
-    for choice in cases:
-        for name, values in costs.items():
-            rest = [item for item in choice.items() if item[0] != name]
-            light = next(value for value in values if valid(choice | {name: value}))
-            had = [frozenset((item, (name, choice[name]))) for item in rest]
-            if all(times[pair] > 1 for pair in had):
-                times.subtract(had)
-                times.update(frozenset((item, (name, light))) for item in rest)
-                choice[name] = light
+
+    def __init__(
+        self, cases: Sequence[Choice], costs: Mapping[str, Sequence[Any]], valid: Callable[[Choice], bool]
+    ) -> None:
+        self.cases, self.costs, self.valid = cases, costs, valid
+        self.times = Counter(pair for choice in cases for pair in pairs_of(choice))
+
+    def run(self) -> None:
+        """Give each case the first valid value of each factor, if others have all pairs of the one it had."""
+        for choice in self.cases:
+            for name, values in self.costs.items():
+                taken = [change for pair in self._alone(choice, name) for change in self._take_over(pair, name, choice)]
+                if not self._alone(choice, name):
+                    self._change(choice, name, next(v for v in values if self.valid(choice | {name: v})))
+                else:
+                    for change in reversed(taken):
+                        self._change(*change)
+
+    def _take_over(self, pair: Pair, name: str, choice: Choice) -> Iterator[Change]:
+        """Let another case with the value of ``name`` have the pair, if it is alone with none that it gives up."""
+        ((other, value),) = (item for item in pair if item[0] != name)
+        for case in () if other in self.costs else self.cases:
+            fits = case is not choice and case[name] == choice[name] and self.valid(case | {other: value})
+            if fits and not self._alone(case, other):
+                yield case, other, case[other]
+                self._change(case, other, value)
+                return
+
+    def _alone(self, choice: Choice, name: str) -> list[Pair]:
+        """Return the pairs of a value that no other case has."""
+        return [pair for pair in self._pairs(choice, name) if self.times[pair] == 1]
+
+    def _change(self, choice: Choice, name: str, value: Any) -> None:
+        self.times.subtract(self._pairs(choice, name))
+        choice[name] = value
+        self.times.update(self._pairs(choice, name))
+
+    def _pairs(self, choice: Choice, name: str) -> list[Pair]:
+        return [frozenset((item, (name, choice[name]))) for item in choice.items() if item[0] != name]

@@ -45,7 +45,7 @@ from tests.distributed.grid import (
     stages_on_a_rank,
     valid,
 )
-from tests.distributed.pairwise import Choice, Pair, covering, lightened, pairs_of, valid_pairs
+from tests.distributed.pairwise import Choice, Lightening, Pair, covering, pairs_of, valid_pairs
 from tests.kit.cases import MODEL, SEQ_LENGTH, Case, compare_with_twin, evaluation, reference, run_on
 from tests.kit.pool import Pool
 from tools.lib.verify_parallel import StepDeviation, StepTrace
@@ -65,10 +65,10 @@ IN_ORDER = {
     "mixers": ("mamba alone", "delta", "pure", "mamba", "attention", "both"),
 }
 MATRIX = covering(FACTORS | IN_ORDER, valid)
-COSTS = {name: FACTORS[name] for name in ("layers", "samples", "recompute", "heads", "mixers")}
-COSTS["micro_batch"] = FACTORS["micro_batch"][::-1]
+COSTS = {name: FACTORS[name] for name in ("tp", "cp", "dp", "layers", "samples", "recompute", "heads", "mixers")}
+COSTS |= {"cp": (1, 2, 3, 4), "micro_batch": (4, 2, 1)}
 """Of what takes most time in a case, the values that take least first."""
-lightened(MATRIX, COSTS, valid)
+Lightening(MATRIX, COSTS, valid).run()
 
 ADAPTED = covering(OF_ADAPTERS, valid)
 _DENSE_BESIDE_EXPERTS = {"dp": 4, "zero": "3 twice", "experts": "shared", "ep": 2, "adapters": "dora"}

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import s3fs
+
+from tests.unit.checkpoint.s3_server import serving
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "data.md"
@@ -71,6 +74,19 @@ def run(commands: str) -> tuple[int, str]:
     return status, printed.getvalue()
 
 
+@pytest.fixture
+def object_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Have an object store on this machine be the one that the environment names."""
+    s3fs.S3FileSystem.clear_instance_cache()
+    names = {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_EC2_METADATA_DISABLED": "true"}
+    with serving() as (address, _):
+        for name, value in {**names, "AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": address}.items():
+            monkeypatch.setenv(name, value)
+        yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.usefixtures("object_store")
 def test_every_command_prints_the_output_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")

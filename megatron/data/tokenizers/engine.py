@@ -8,6 +8,7 @@ of the tokenizer's own library on the beginning of the corpus, on texts around e
 from __future__ import annotations
 
 import json
+import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ GIGATOKEN = "gigatoken"
 OWN_LIBRARY = "hf"
 MAX_OVERLAPS = 20_000  # limit for tokenizers with thousands of added tokens, whose pairs may all overlap
 MAX_OVERLAP_CHARACTERS = 10**8  # of the beginnings and ends of all added tokens
+SMALL_BATCH = 1 << 18  # characters encoded text by text, slower than as a batch, whose library takes a while to import
 ENGINES = ("auto", GIGATOKEN, OWN_LIBRARY)
 """Values of ``--engine``. ``auto`` is gigatoken if its ids are equal; ``hf`` is the tokenizer's own library."""
 
@@ -113,7 +115,6 @@ def _load_gigatoken(tokenizer: Tokenizer) -> tuple[EncodeBatch, list[str]]:
     if content is None:
         raise _GigatokenError("gigatoken needs a tokenizer.json, and this tokenizer has none")
     try:
-        import_module("awkward")  # else gigatoken imports it lazily and swallows exceptions of signal handlers
         import gigatoken
     except ImportError:
         raise _GigatokenError("gigatoken is not installed (pip install 'megatron-pretrain[fast]')") from None
@@ -157,6 +158,10 @@ def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> EncodedBatch:
         texts = [text.decode() if isinstance(text, bytes) else text for text in texts]
     try:
         with convert_library_errors(DataError, "gigatoken cannot encode these texts", f"--engine {OWN_LIBRARY}"):
+            if "awkward" not in sys.modules and sum(map(len, texts)) < SMALL_BATCH:
+                ids = [np.empty(0, np.uint32), *map(fast.encode, texts)]
+                return EncodedBatch(np.concatenate(ids), np.array([*map(len, ids[1:])], np.int64))
+            import_module("awkward")  # else gigatoken imports it lazily and swallows exceptions of signal handlers
             return _from_ragged(fast.encode_batch(texts).layout)
     except DataError:
         for text in texts:

@@ -90,6 +90,7 @@ WAITS = "comm: share of waiting for other ranks, by axes"
 COLUMNS = (
     Column("iteration", 0, 0, lambda x, m: f"{x:>{len(str(m[TOTAL_ITERATIONS]))}}/{m[TOTAL_ITERATIONS]}", "step/steps"),
     Column("consumed-tokens", 0, 5, lambda x, _: f"{format_compact(x)} tok", "tokens so far"),
+    Column("phase", 0, 9, lambda x, _: str(x), "phase"),
     Column("lm loss", 1, 0, lambda x, _: f"loss {format_loss(x)}", "loss: mean since the last line"),
     Column("grad-norm", 1, 3, lambda x, _: f"gnorm {format_plain(x)}", "gnorm: norm of the gradient"),
     Column("learning-rate", 1, 6, lambda x, _: f"lr {format_exponent(x)}", "lr: learning rate"),
@@ -121,6 +122,7 @@ METRICS = {
     "iteration": Metric("steps", "number of the step, from 1"),
     "consumed-samples": Metric("samples", "of all steps so far"),
     "consumed-tokens": Metric("tokens", "of all steps so far"),
+    "phase": Metric("name", "of the phase, with `--phases` or `--phase-name`"),
     "lm loss": Metric("nats per token", "window: mean over its steps with a finite loss, skipped updates included"),
     "grad-norm": Metric("", "step: global gradient norm before clipping"),
     "learning-rate": Metric("", "step"),

@@ -46,13 +46,17 @@ FEATURE_COLUMNS = (
 )
 """Columns of log lines that have the metrics."""
 
-FURTHER_LOSSES = {"mtp loss ": "mtp "}
+FURTHER_LOSSES = {"mtp loss ": "mtp ", "source loss ": ""}
 """Beginnings of the names of further losses per token, and of their names in pictures of the loss."""
 
 LOSS_METRICS = {
     "mtp loss N": Metric(
         "nats per token",
         "window: of the token N after the next one, with `--mtp-num-layers`; mean over its predictions",
+    ),
+    "source loss NAME": Metric(
+        "nats per token",
+        "window: of the samples of the source NAME, with `--log-loss-per-source`; mean over its labels",
     ),
     "seq_load_balancing_loss": Metric(
         "",

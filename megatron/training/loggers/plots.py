@@ -133,6 +133,7 @@ def draw_runs(runs: Mapping[str, RunHistory], out: Path) -> None:
             _draw_batch_size(rate, run.train)
             for axes in (loss, rate):
                 _draw_incidents(axes, run)
+            _draw_phases(loss, rate, run)
         loss.set_title(remark, loc="right", color=MUTED_COLOR, fontsize=10)
         if handles := loss.get_legend_handles_labels()[0]:
             figure.legend(handles=handles, loc="outside lower left", ncols=columns, fontsize=9)
@@ -229,6 +230,18 @@ def _draw_incidents(axes: Axes, run: RunHistory) -> None:
             height = axes.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
             style: Any = {"linestyles": dashes, "linewidth": 0.9, "alpha": 0.7}
             axes.vlines(positions, 0, 1, color, label=label, transform=height, **style)
+
+
+def _draw_phases(loss: Axes, rate: Axes, run: RunHistory) -> None:
+    """Shade every second phase, and write its name above the loss."""
+    for number, (name, first, last) in enumerate(run.phases):
+        for axes in (loss, rate):
+            axes.axvspan(first, last, color=INK_COLOR, alpha=0.06 * (number % 2), linewidth=0, zorder=0)
+            if number:
+                axes.axvline(first, color=MUTED_COLOR, linewidth=0.8, zorder=0)
+        height = loss.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
+        style: Any = {"ha": "center", "va": "top", "fontsize": 9, "color": MUTED_COLOR}
+        loss.text((first + last) / 2, 0.985, name, transform=height, **style)
 
 
 HEALTH_PANELS = {

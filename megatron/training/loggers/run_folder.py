@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -309,7 +310,9 @@ class HistoryPoint(NamedTuple):
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens of the last step of a line of training."""
+        """Tokens of the last step of a line of training; with phases, whose samples differ, of the mean one."""
+        if "phase" in self.line:
+            return float(self.line["tokens-per-second"] * self.line["iteration-time"])
         return float(self.line["batch-size"] * self.tokens / self.line["consumed-samples"])
 
     @property
@@ -342,7 +345,7 @@ class RunHistory:
             self.points = {key: point for key, point in self.points.items() if point.iteration <= iteration}
             self.restarts = [at for at in self.restarts if at < tokens]
             self.errors = [at for at in self.errors if at <= tokens]
-            if self.train:
+            if self.train and self.train[-1].line.get("phase") == line.get("phase"):  # else a phase begins
                 self.restarts.append(tokens)
         elif line.get("event") == "error":
             self.errors.append(int(line["consumed-tokens"]))
@@ -355,6 +358,16 @@ class RunHistory:
     def train(self) -> list[HistoryPoint]:
         """Log lines of training."""
         return [point for point in self.points.values() if point.name == "training"]
+
+    @property
+    def phases(self) -> list[tuple[str, int, int]]:
+        """Name, first and last token of each phase; empty for a run without names of phases."""
+        begins, found = 0, list[tuple[str, int, int]]()
+        for name, points in groupby(self.train, lambda point: str(point.line.get("phase", ""))):
+            ends = [*points][-1].tokens
+            found.append((name, begins, ends))
+            begins = ends
+        return found if any(name for name, _, _ in found) else []
 
     @property
     def evaluations(self) -> list[HistoryPoint]:

@@ -93,7 +93,9 @@ class TensorBoardLogger:
                 self._by_samples.add_scalar(f"{name} vs samples", number, samples)
 
     def event(self, step: int, kind: str, fields: Metrics) -> None:
-        """Add errors, warnings and generated samples as text."""
+        """Add errors, warnings, generated samples and the names of phases as text."""
+        if kind == "start" and "phase" in fields:
+            self._by_step.add_text("phase", fields["phase"], step)
         if kind in ("warning", "error", "samples"):
             self._by_step.add_text(kind, fields["text"], step)
 
@@ -161,7 +163,8 @@ class WandbLogger:
             return
         self._complete_row(step)
         self._restarts = metrics["starts"] - 1 if "starts" in metrics else self._restarts
-        row = {name: value for name, value in scalar_metrics(metrics).items() if name != "time"}
+        row: dict[str, Any] = {name: value for name, value in scalar_metrics(metrics).items() if name != "time"}
+        row |= {name: metrics[name] for name in ("phase",) if name in metrics}
         # W&B groups panels by the text before "/": a group per quantity
         row = {
             re.sub("^health/", "health-", name): value

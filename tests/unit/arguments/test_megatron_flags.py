@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,7 +124,7 @@ def test_flags_that_are_ours_take_the_same_kind_of_value() -> None:
 
 def test_defaults_match_megatron_or_differ_for_a_reason() -> None:
     def same(setting: Setting, default: str) -> bool:
-        words = setting.spell(setting.default).split()[1:]
+        words = shlex.split(setting.spell(setting.default))[1:]
         if default == "None" or setting.default is None:
             return default == "None" or setting.default is None
         if default == "[]":

@@ -232,7 +232,7 @@ LEFT_OUT = {
     "they need a GPU": "cuda_graph reduced_precision_reduction",
     "they need files": """
         data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split mock_data
-        data_mixture data_mixture_stages
+        data_mixture data_mixture_stages log_loss_per_source
         chat_data_path valid_chat_data_path chat_template bad_samples num_epochs
         multiple_validation_sets validation_set_names
         packing fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix

@@ -68,7 +68,7 @@ def test_built_once_and_mapped_from_then_on(tmp_path: Path) -> None:
     assert cache.notes == []
     (entry,) = (path for path in (tmp_path / "new" / "folder").iterdir() if path.is_dir())
     assert entry.name.startswith("order-")
-    assert sorted(path.name for path in entry.iterdir()) == ["a.npy", "about.json", "b.npy"]
+    assert sorted(path.name for path in entry.iterdir()) == ["a.npy", "about.json", "b.npy", "verified.json"]
     about = json.loads((entry / ABOUT).read_text())
     assert (about["facts"], about["source"]) == (FACTS, "corpus")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
+from megatron.config.data_paths import data_sources
 from megatron.config.errors import UserError
 from megatron.config.training import TrainingConfig
 from megatron.data.dataset import Dataset
@@ -23,6 +25,15 @@ from tests.unit.data import pairs
 
 TRAINING = TrainingConfig(seq_length=16, micro_batch_size=1, global_batch_size=4, train_iters=10, seed=5)
 SAMPLES = 40
+
+MIXTURE = """
+sources: {{web: {{path: {web}}}, books: {{path: {books}}}}}
+stages:
+  - {{name: main, share: 60%, mix: {{web: {{share: 50%}}, books: {{share: 50%}}}}}}
+  - {{name: end, mix: {{web: {{share: 80%}}, books: {{share: 20%}}}}}}
+"""
+
+KINDS = ["one", "several epochs", "blend", "by size", "packed", "mixture"]
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
 
@@ -36,9 +47,11 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     documents = [
         [(random.integers(0, 100, n) + 100).tolist() for n in random.integers(0, 30, k)] for k in [2, 0, 3] * 9
     ]
+    documents[3][0], documents[6] = [], [[]]
     content, index = pairs.packed(documents, 8)
     (folder / "books.bin").write_bytes(content)
     (folder / "books.idx").write_bytes(index)
+    (folder / "mixture.yaml").write_text(MIXTURE.format(web=first, books=folder / "books"))
     return [str(first), str(folder / "books")]
 
 
@@ -50,6 +63,8 @@ def sources(prefixes: Sequence[str]) -> dict[str, DataConfig]:
         "blend": DataConfig(data_path=("0.7", web, "0.3", books), split="1"),
         "by size": DataConfig(data_path=(web, books), split="1"),
         "generated": DataConfig(mock_data=True),
+        "packed": DataConfig(data_path=("0.7", web, "0.3", books), split="1", packing="best-fit"),
+        "mixture": DataConfig(data_mixture=str(Path(web).with_name("mixture.yaml"))),
     }
 
 
@@ -94,7 +109,7 @@ def test_sets_of_places(a: list[tuple[int, int]], b: list[tuple[int, int]], begi
 # ---- Places and documents, over all datasets
 
 
-@pytest.mark.parametrize("kind", ["one", "several epochs", "blend", "by size", "generated"])
+@pytest.mark.parametrize("kind", [*KINDS, "generated"])
 def test_the_stream_closes_up_over_skipped_places(prefixes: list[str], kind: str) -> None:
     data = replace(sources(prefixes)[kind], skip_samples=("3:9", "0:1", "8:12"), skip_tokens=("320:0.35K", "1.2K:10K"))
     source = build(data)
@@ -112,13 +127,13 @@ def test_the_stream_closes_up_over_skipped_places(prefixes: list[str], kind: str
     assert source.digest("train", 0, SAMPLES) != plain.digest("train", 0, SAMPLES)
 
 
-@pytest.mark.parametrize("kind", ["one", "several epochs", "blend", "by size"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_samples_that_hold_a_document_are_skipped(prefixes: list[str], kind: str) -> None:
     web, books = prefixes
     words, numbers = [f"{web}:7-8", f"{books}:3", f"{books}:1"], [7, 8]  # document 1 of books is empty
     bounds = IndexedDataset(books).documents
     sequences = {web: np.array(numbers), books: np.arange(bounds[3], bounds[4])}
-    held = [usage.source for usage in build(sources(prefixes)[kind]).datasets["train"].source_usage(0)]
+    held = data_sources(sources(prefixes)[kind])["train"].blend.prefixes
     words = [word for word in words if word.rpartition(":")[0] in held]
     source = build(replace(sources(prefixes)[kind], skip_documents=tuple(words)))
     train, whole = source.datasets["train"], unskipped(sources(prefixes)[kind], source)
@@ -130,13 +145,28 @@ def test_samples_that_hold_a_document_are_skipped(prefixes: list[str], kind: str
     ]
     assert len(whole) > len(left) == len(train) >= SAMPLES
     assert texts(train, range(SAMPLES)) == texts(whole, left[:SAMPLES])
-    assert whole.places_of(sequences).tolist() == Dataset.places_of(whole, sequences).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_search_for_a_document_finds_what_all_samples_tell(prefixes: list[str], kind: str) -> None:
+    longer = replace(TRAINING, train_iters=40)  # more than an epoch of books
+    whole = build_data(sources(prefixes)[kind], longer, 500, 1).datasets["train"]
+    samples = [{(s.source, s.sequence) for s in whole.spans(i) if s.tokens} for i in range(len(whole))]
+    for prefix in prefixes:
+        bounds = IndexedDataset(prefix).documents.tolist()
+        for begin, end in pairwise(bounds):
+            held = {(prefix, sequence) for sequence in range(begin, end)}
+            found = [i for i, parts in enumerate(samples) if held & parts]
+            assert whole.places_of({prefix: np.arange(begin, end)}).tolist() == found
+    everything = {prefix: np.arange(5, 9) for prefix in prefixes}
+    if kind not in ("packed", "mixture"):  # those find whole documents
+        assert Dataset.places_of(whole, everything).tolist() == whole.places_of(everything).tolist()
 
 
 # ---- Resuming
 
 
-@pytest.mark.parametrize("kind", ["several epochs", "blend", "generated"])
+@pytest.mark.parametrize("kind", ["several epochs", "blend", "packed", "mixture", "generated"])
 def test_a_run_resumes_from_any_position(prefixes: list[str], kind: str) -> None:
     documents = () if kind == "generated" else (f"{prefixes[1]}:3",)
     data = replace(sources(prefixes)[kind], skip_samples=("3:9", "20:22", "50:53"), skip_documents=documents)
@@ -151,7 +181,7 @@ def test_a_run_resumes_from_any_position(prefixes: list[str], kind: str) -> None
 
 def test_more_is_skipped_from_a_position_on(prefixes: list[str]) -> None:
     web, _ = prefixes
-    before = replace(sources(prefixes)["blend"], skip_samples=("2:5",))
+    before = replace(sources(prefixes)["blend"], skip_samples=("2:5", "30:33"))
     source = build(before)
     state = source.laid_out(12)
     assert state[SKIPPED] == [2, 5]
@@ -192,6 +222,11 @@ def test_another_list_of_what_was_skipped_shows_in_the_digest(prefixes: list[str
     assert changed.fingerprints == source.fingerprints
 
 
+def test_a_long_range_takes_one_more_segment() -> None:
+    source = build(DataConfig(mock_data=True, skip_samples=("10:100000",)))
+    assert source.segments["train"] == (40, 99990)
+
+
 # ---- Refusals
 
 
@@ -200,7 +235,6 @@ def test_documents_that_are_not_there(prefixes: list[str]) -> None:
     for words, said in {
         f"{prefixes[0]}:60": "has documents 0 to 59, no 60",
         f"{prefixes[1]}:0": "is not a source of the training data",
-        "absent:3": "absent.idx",
     }.items():
         with pytest.raises(UserError, match="E543") as refused:
             build(replace(data, skip_documents=(words,)))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,12 @@ from megatron.data import token_store
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.known_files import KnownFiles, KnownPair
 from megatron.data.prefixes import use_data_store
 from tests.kit.processes import ForkedProgram
 from tests.unit.checkpoint.s3_server import Request, Store, serving, settings
 from tests.unit.data.pairs import write
+from tools import inspect_dataset, merge_datasets, preprocess_data
 
 BLOCK = 2 * CHUNK_BYTES
 URI = "s3://bucket/data/words"
@@ -282,3 +287,50 @@ def test_missing_objects_are_named(store: Store, tmp_path: Path) -> None:
     store.fault = lambda request: "403"
     with pytest.raises(DataError, match=r"s3://bucket/data: the folder cannot be listed: access denied"):
         opened(tmp_path)
+
+
+def test_pairs_in_a_store_are_inspected_and_merged(store: Store, pair: Path, tmp_path: Path) -> None:
+    """As files are; a dataset has a manifest, origins and a tokenizer."""
+    text, made = tmp_path / "text.jsonl", tmp_path / "made"
+    text.write_text('{"text": "one two"}\n{"text": "three"}\n')
+    flags = f"--input {text} --output-prefix {made / 'words'} --tokenizer-type ByteTokenizer --append-eod"
+    assert preprocess_data.main(flags.split()) == 0
+    prefix = next(made.glob("*.bin")).with_suffix("")
+    store.objects |= {f"bucket/data/{file.name}": file.read_bytes() for file in made.iterdir() if file.is_file()}
+    uri = f"s3://bucket/data/{prefix.name}"
+    opened(tmp_path / "cache")
+    found, expected = StringIO(), StringIO()
+    for name, output in ((uri, found), (str(prefix), expected)):
+        with redirect_stdout(output):
+            assert inspect_dataset.main([name, "--verify", "--samples", "2", "--json"]) == 0
+    assert found.getvalue().replace(uri, str(prefix)) == expected.getvalue()
+    for name, output in ((uri, tmp_path / "a"), (str(prefix), tmp_path / "b")):
+        with redirect_stdout(StringIO()):
+            assert merge_datasets.main(["--input", name, "--output-prefix", str(output)]) == 0
+    for suffix in ("bin", "idx", "origins", "manifest.json"):
+        assert (tmp_path / f"a.{suffix}").read_bytes() == (tmp_path / f"b.{suffix}").read_bytes(), suffix
+    store.fault = lambda request: "corrupt" if request.key.endswith(".bin") else None
+    opened(tmp_path / "other")
+    with redirect_stderr(StringIO()) as printed:
+        assert merge_datasets.main(["--input", uri, "--output-prefix", str(tmp_path / "c")]) == 1
+    assert "the checksum is wrong" in printed.getvalue()
+
+
+def test_a_pair_that_was_checked_is_not_read_again_until_it_changes(pair: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "words"
+    for end in ("bin", "idx"):
+        shutil.copy(pair.with_suffix(f".{end}"), copy.with_suffix(f".{end}"))
+    known = KnownFiles(tmp_path / "known")
+    first = IndexedDataset(copy, known_files=known)
+    assert (known.read(str(copy)), len(first.fingerprint)) == (None, 16)
+    assert known.read(str(copy)) == (first.fingerprint, first.num_tokens)
+    known.write(str(copy), KnownPair("0" * 16, first.num_tokens))
+    assert IndexedDataset(copy, known_files=known).fingerprint == "0" * 16  # not computed again
+    index = copy.with_suffix(".idx")
+    times, content = index.stat(), bytearray(index.read_bytes())
+    content[40] ^= 1
+    with open(index, "r+b") as file:
+        file.write(content)
+    os.utime(index, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(DataError, match=r"words.idx: pointer of sequence"):
+        IndexedDataset(copy, known_files=known)

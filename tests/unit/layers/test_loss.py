@@ -49,7 +49,7 @@ def chunked(
     dw = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
     grad_accumulator.bind(Gradients({"w": dw}))
     vocabulary = VocabularyShard(0, HELD, Group(), grad_accumulator, "w", chunk_tokens=chunk, softcap=softcap)
-    objective, entropy = linear_cross_entropy(x, weight.detach().requires_grad_(), labels, mask, vocabulary, z_coeff)
+    objective, entropy, _ = linear_cross_entropy(x, weight.detach().requires_grad_(), labels, mask, vocabulary, z_coeff)
     objective.backward(torch.tensor(SEED, dtype=objective.dtype))
     assert x.grad is not None
     return Result(objective.detach(), entropy, x.grad, dw)

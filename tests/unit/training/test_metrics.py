@@ -302,7 +302,7 @@ def everything() -> dict[str, Any]:
         for rank in range(2)
     ]
     window = MetricsWindow(CPU, 8, world=Group((0, 1), 0, None, "tp"), timers=Timers(2, CPU))
-    losses = (*LOSS_NAMES.values(), "z_loss", "mtp loss 1", "mtp loss 2")
+    losses = (*LOSS_NAMES.values(), "z_loss", "mtp loss 1", "mtp loss 2", "source loss web")
     router = {name: torch.zeros(()) for name in losses}
     window.add(replace(step(1.0, skipped=True), nonfinite=torch.tensor(False), extra=router), samples=1)
     config = RunConfig(model=ModelConfig(vocab_size=64), training=TrainingConfig(seq_length=8, train_iters=1))
@@ -320,6 +320,7 @@ def general(logged: Iterable[str]) -> set[str]:
     timers = "|".join(sorted(PHASES, key=len, reverse=True))
     named = (re.sub(r"^(communication|sent-bytes)-tp$", r"\1-AXES", name) for name in logged)
     named = (re.sub(r"^mtp loss \d$", "mtp loss N", name) for name in named)
+    named = (re.sub(r"^source loss web$", "source loss NAME", name) for name in named)
     return {re.sub(f"^({timers})-time", "TIMER-time", name) for name in named if not name.startswith(CONSOLE_PREFIX)}
 
 

@@ -181,6 +181,7 @@ def test_spikes_by_the_robust_score() -> None:
     assert [spike.first for spike in find_spikes(lines, 6.1, 64)] == [22, 25, 27]
 
 
+@pytest.mark.slow
 def test_the_samples_of_a_bad_document_are_excluded_by_one_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

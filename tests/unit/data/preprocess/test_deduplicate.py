@@ -358,6 +358,22 @@ def test_preprocessing_leaves_out_the_listed_documents(
         assert dropped == (tmp_path / f"kept_text_document.{suffix}").read_bytes()
 
 
+def test_shards_leave_out_the_listed_documents_too(tmp_path: Path) -> None:
+    """Also where a shard begins inside a file."""
+    files = [write_lines(tmp_path / name, corpus(300, seed)) for seed, name in enumerate(("a.jsonl", "b.jsonl"))]
+    inputs = ["--input", *map(str, files)]
+    assert main([*inputs, "--output", str(tmp_path / "list"), "--method", "exact"]) == 0
+    flags = [*inputs, "--drop", str(tmp_path / "list"), "--tokenizer-type", "ByteTokenizer", "--output-prefix"]
+    assert preprocess([*flags, str(tmp_path / "whole")]) == 0
+    whole = (tmp_path / "whole_text_document.bin").read_bytes()
+    shards = b""
+    for number in range(3):
+        assert preprocess([*flags, str(tmp_path / str(number)), "--shard", f"{number}/3"]) == 0
+        shards += (tmp_path / f"{number}_text_document.bin").read_bytes()
+    assert shards == whole
+    assert sum(map(len, listed(tmp_path / "list", *files))) > 50
+
+
 def test_a_list_of_other_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_lines(tmp_path / "a.jsonl", corpus(20))
     other = write_lines(tmp_path / "b.jsonl", corpus(20))

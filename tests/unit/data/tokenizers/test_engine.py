@@ -31,6 +31,8 @@ from megatron.data.tokenizers.huggingface import (
 from megatron.data.tokenizers.tokenizer import TokenizerOptions, build_tokenizer
 from tests.unit.data.made_tokenizers import TEXT, apart, bpe, options_for, sentencepiece_model, write_files
 
+pytest.importorskip("awkward")  # from here on, small batches too are encoded as the large ones of a corpus
+
 
 class PanicException(BaseException):
     """Same signature as in the Rust libraries."""
@@ -148,6 +150,23 @@ def test_requested_engines(tokenizer: Tokenizer) -> None:
     assert fast.name == choose_engine(tokenizer, TEXT).name
     assert not fast.encode_batch(["the cat", "", "sat"]).ids.flags.owndata, "ids are not copied"
     assert build_engine(tokenizer, own.name).encode_batch == tokenizer.encode_batch
+
+
+def test_a_small_batch_has_the_same_ids_before_awkward_is_imported(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = choose_engine(tokenizer, TEXT, "gigatoken").encode_batch
+    texts = [*EDGE_CASE_TEXTS, *TEXT]
+    for batch in (texts, [text.encode() for text in texts], [""], []):
+        with monkeypatch.context() as context:
+            context.delitem(sys.modules, "awkward")
+            small = fast(batch)
+            assert "awkward" not in sys.modules
+        large = fast(batch)
+        assert [array.tolist() for array in small] == [array.tolist() for array in large]
+    monkeypatch.delitem(sys.modules, "awkward")
+    with pytest.raises(UnicodeError):
+        fast(["\ud800"])
 
 
 def test_tokenizers_without_gigatoken(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
