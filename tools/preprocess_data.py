@@ -28,6 +28,7 @@ from megatron.data.preprocess.shards import FilesPart, Shard, select_part
 from megatron.data.preprocess.transforms import FILTER, MAP, QUALITY, Step
 from megatron.data.preprocess.workers import available_cores
 from megatron.data.progress import PreprocessProgress, PreprocessTotals
+from megatron.data.remote_output import add_staging_flag, staged_output
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import ENGINES
 from megatron.data.tokenizers.huggingface import NO_EXPORT_NOTE
@@ -99,6 +100,7 @@ def build_parser() -> ToolParser:
     add("--split-sentences", action="store_true", help=sentences)
     add("--lang", metavar="NAME", help=language)
     add("--keep-newlines", action="store_true", help="keep the white space between sentences, at the end of each")
+    add_staging_flag(parser)
     shard = "write only the documents of part I of N, from 0 on; merged in order, all parts are the whole"
     add("--shard", type=Shard.parse, metavar="I/N", help=shard)
     add = parser.add_argument_group("performance").add_argument
@@ -177,9 +179,6 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
     echo(summary(plan, totals, dtype, engine.name, time.monotonic() - started))
     if tokenizer.files and not tokenizer.hugging_face_files():
         echo(NO_EXPORT_NOTE)
-    for key in args.json_keys:
-        written = output_prefix(args.output_prefix, key, args.split_sentences)
-        echo(f"for the next step, pretrain_gpt.py: --data-path {shell_word(written)}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -199,22 +198,35 @@ def main(argv: Sequence[str]) -> int:
         flags = " and ".join(["--lang"] * bool(args.lang) + ["--keep-newlines"] * args.keep_newlines)
         echo(f"{flags} has no effect without --split-sentences", file=sys.stderr)
 
-    def run(stop: StopSignal) -> int:
-        try:
-            if splitter := splitter_of(args):
-                splitter.check()
-            state = RunState.load(RunState.path(args.output_prefix, args.json_keys, args.split_sentences))
-            overwrite = args.overwrite or (state is not None and state.complete)  # ended while it published its files
-            outputs = (output_prefix(args.output_prefix, key, args.split_sentences) for key in args.json_keys)
-            check_not_existing(outputs, overwrite)
-            tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
-        except DataError as error:
-            return parser.fail(error, 2)
+    return run_tool(parser, lambda stop: run(parser, args, argv, stop), args.output_prefix, "--output-prefix")
+
+
+def run(parser: ToolParser, args: argparse.Namespace, argv: Sequence[str], stop: StopSignal) -> int:
+    """Write the files and, for a store, upload them; return the exit status."""
+    names = [output_prefix("", key, args.split_sentences) for key in args.json_keys]
+    try:
+        if splitter := splitter_of(args):
+            splitter.check()
+        staged = staged_output(args, argv)
+        if staged is not None:
+            staged.check_not_existing(names, args.overwrite)
+        is_written = staged is not None and staged.is_complete(names)
+        state = RunState.load(RunState.path(args.output_prefix, args.json_keys, args.split_sentences))
+        overwrite = args.overwrite or (state is not None and state.complete)  # ended while it published its files
+        if not is_written:
+            check_not_existing((f"{args.output_prefix}{name}" for name in names), overwrite)
+        tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
+    except DataError as error:
+        return parser.fail(error, 2)
+    if not is_written:
         with spool_pipes(args.input, args.output_prefix) as inputs:
             preprocess(args, inputs, tokenizer, stop)
-        return 0
-
-    return run_tool(parser, run, args.output_prefix, "--output-prefix")
+    if staged is not None:
+        staged.upload(names)
+    for name in names:
+        shown = shell_word(f"{args.output_prefix if staged is None else staged.uri}{name}")
+        echo(f"for the next step, pretrain_gpt.py: --data-path {shown}")
+    return 0
 
 
 if __name__ == "__main__":

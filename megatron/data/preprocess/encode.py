@@ -51,6 +51,7 @@ from megatron.data.preprocess.corpus import (
 )
 from megatron.data.preprocess.drop_list import DROP_LIST, DropList, mark_dropped
 from megatron.data.preprocess.files import MAX_LINE_BYTES, is_table
+from megatron.data.preprocess.remote import InputFile, RemoteStat, current_stat
 from megatron.data.preprocess.sentences import SentenceSplitter
 from megatron.data.preprocess.shards import Shard
 from megatron.data.preprocess.transforms import FILTER, MAP, QUALITY, DocumentTransforms, Step
@@ -77,7 +78,7 @@ SPOT_CHECK_BYTES = 300  # bytes of a block that the tokenizer's own library enco
 class PreprocessOptions:
     """Settings of a preprocessing run."""
 
-    files: Sequence[Path]  # read in this order
+    files: Sequence[InputFile]  # read in this order
     keys: tuple[str, ...]  # JSON keys of the texts; each gets its own token files
     prefix: str  # path and beginning of the names of the token files
     tokenizer_options: TokenizerOptions
@@ -153,7 +154,7 @@ class BlockEncoder:
             differs=self._spot_check(columns, places),
         )
 
-    def _read(self, block: Block) -> tuple[list[list[bytes]], list[tuple[Path, int]], list[BadDocument]]:
+    def _read(self, block: Block) -> tuple[list[list[bytes]], list[tuple[InputFile, int]], list[BadDocument]]:
         """Return for each key the texts in UTF-8, the file and line of each valid document, and the bad documents."""
         keys = self._plan.keys
         self._dropped.clear()
@@ -176,7 +177,7 @@ class BlockEncoder:
                 column.append(text.encode() if isinstance(text, str) else text)
         return columns, places, bad
 
-    def _is_encodable(self, place: tuple[Path, int], texts: Sequence[bytes], bad: list[BadDocument]) -> bool:
+    def _is_encodable(self, place: tuple[InputFile, int], texts: Sequence[bytes], bad: list[BadDocument]) -> bool:
         """Return True if the tokenizer accepts a document; add it to the ``bad`` ones otherwise."""
         try:
             for text in texts:
@@ -209,7 +210,7 @@ class BlockEncoder:
             np.insert(ids, ends, self._tokenizer.eod), lengths + np.bincount(last, minlength=len(lengths))
         )
 
-    def _spot_check(self, columns: list[list[bytes]], places: list[tuple[Path, int]]) -> BadDocument | None:
+    def _spot_check(self, columns: list[list[bytes]], places: list[tuple[InputFile, int]]) -> BadDocument | None:
         """Compare a few ids of gigatoken with those of the tokenizer's own library."""
         if not self._engine.name.startswith(GIGATOKEN) or not places:
             return None
@@ -233,7 +234,7 @@ def last_sequences(lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> NDA
     return last[last >= 0]
 
 
-def _checksums(block: Block, places: Sequence[tuple[Path, int]], texts: Sequence[bytes]) -> tuple[bytes, ...]:
+def _checksums(block: Block, places: Sequence[tuple[InputFile, int]], texts: Sequence[bytes]) -> tuple[bytes, ...]:
     """Return the checksum of the lines or rows of a block, or that of the text of each plain file."""
     if isinstance(block, LineBlock):
         return (xxhash.xxh3_64_digest(block.read()),)
@@ -241,7 +242,7 @@ def _checksums(block: Block, places: Sequence[tuple[Path, int]], texts: Sequence
     return tuple(xxhash.xxh3_64_digest(of_file.get(file, b"")) for file in block.files)
 
 
-def _origins(block: Block, places: Sequence[tuple[Path, int]]) -> NDArray[Any]:
+def _origins(block: Block, places: Sequence[tuple[InputFile, int]]) -> NDArray[Any]:
     """Return the runs of origins of documents at these places of a block."""
     lines = np.fromiter((line for _, line in places), np.int64, len(places))
     if isinstance(block, LineBlock):
@@ -326,7 +327,7 @@ def _settings(
     tokenizer: Tokenizer,
     engine: EncodeEngine,
     transforms: DocumentTransforms,
-    stats: Sequence[os.stat_result],
+    stats: Sequence[os.stat_result | RemoteStat],
     drop: DropList | None,
 ) -> dict[str, str]:
     """Return everything the output and its blocks depend on, by the flag that sets it."""
@@ -500,9 +501,9 @@ def write_dataset(
     return totals, engine
 
 
-def _check_unchanged(files: Sequence[Path], before: Sequence[os.stat_result]) -> None:
+def _check_unchanged(files: Sequence[InputFile], before: Sequence[os.stat_result | RemoteStat]) -> None:
     for file, old in zip(files, before):
-        new = file.stat()
+        new = current_stat(file)
         if (new.st_size, new.st_mtime_ns) != (old.st_size, old.st_mtime_ns):
             raise DataError(f"{file} was changed while it was read", "rerun when no process is writing it")
 
@@ -519,7 +520,7 @@ def _check_keys(plan: PreprocessOptions) -> None:
 
 
 def read_sample(
-    files: Sequence[Path],
+    files: Sequence[InputFile],
     keys: Sequence[str],
     max_line_bytes: int = MAX_LINE_BYTES,
     transforms: DocumentTransforms | None = None,
