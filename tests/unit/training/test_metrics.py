@@ -312,7 +312,7 @@ def everything() -> dict[str, Any]:
         )
     for option in ("minmax", "all"):
         found |= timer_metrics(ranks, option)
-    return found | ThroughputModel.from_config(config, 2, "cpu").metrics(found) | {"world-size": 2}
+    return found | ThroughputModel.from_config(config, 2, "cpu").metrics(found) | {"world-size": 2, "phase": "main"}
 
 
 def general(logged: Iterable[str]) -> set[str]:

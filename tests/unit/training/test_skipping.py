@@ -10,10 +10,23 @@ import numpy as np
 import pytest
 
 from megatron.checkpoint.format import Manifest
+from megatron.config.errors import UserError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training.loggers.run_folder import HistoryPoint
-from tests.kit.runs import FLAGS, Outcome, before_step, checkpoint, differences, kill, records, start, steps, tiny_run
+from tests.kit.runs import (
+    FLAGS,
+    Outcome,
+    before_step,
+    checkpoint,
+    differences,
+    kill,
+    records,
+    start,
+    steps,
+    tiny_phases,
+    tiny_run,
+)
 from tests.unit.checkpoint.samples import forge
 from tools import inspect_dataset
 from tools.lib.run_samples import RunSamples
@@ -134,6 +147,31 @@ def test_the_tool_shows_what_each_step_has_read(tmp_path: Path, capsys: pytest.C
     (facts,) = shown(capsys, "--step", "1", "--samples", "1", "--", *f"{FLAGS} {flags}".split())
     assert facts["place"] == 1
     assert not facts["checked"]
+
+
+def test_the_tool_shows_the_steps_of_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second phase has its own data, with places of their own; the third continues to read them."""
+    folder = tmp_path / "run"
+    flags = flags_of(tmp_path, "--position-embedding-type rope --max-position-embeddings 16").split()
+    long = {"seq_length": 16, "skip_samples": ["1:3"]}
+    phases: list[dict[str, Any]] = [
+        {"name": "main", "tokens": 64},
+        {"name": "long", "tokens": 128, **long},
+        {"name": "end", "tokens": 64, **long, "skip_samples": ["1:3", "11:12"], "lr": 1e-3},
+    ]
+    outcome = start(tiny_phases(folder, phases, " ".join(flags)))
+    assert (outcome.status, sorted(outcome.samples)) == (0, [1, 2, 3, 4, 5])
+    with pytest.raises(UserError, match="E340 --skip-samples with --phases"):
+        tiny_phases(folder, phases, " ".join([*flags, "--skip-samples", "1:3"]))
+    places = []
+    for step, samples in outcome.samples.items():
+        found = shown(capsys, "--run", str(folder), "--step", str(step), "--tokens", "99")
+        assert [facts["sample"] for facts in found] == [number for number, _ in samples]
+        for facts, (_, tokens) in zip(found, samples):
+            assert [i for part in facts["documents"] for i in part["ids"]][:-1] == [*tokens]
+            assert facts["checked"]
+        places += [facts["place"] for facts in found]
+    assert places == [*range(8), 0, *range(3, 11), *range(12, 15)]
 
 
 def test_the_tool_refuses_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
