@@ -170,7 +170,8 @@ def print_inspection(found: Inspection) -> None:
     if (manifest := facts.get("manifest")) is not None:
         dropped = ", ".join(f"{count:,} {reason}" for reason, count in manifest.get("dropped", {}).items())
         checked = "; checksums of all files are right" if "verified" in facts else ""
-        inputs = sum(record.get("files", 1) for record in manifest.get("inputs") or ())
+        records = manifest.get("inputs") or ()
+        inputs = len({record["file"] for record in records}) + sum(record.get("files", 1) - 1 for record in records)
         echo(f"  manifest   {counted(inputs, 'input file')}; dropped: {dropped or 'nothing'}{checked}")
     if "verified" in facts:
         print_verified(found, facts["verified"])

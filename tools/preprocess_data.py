@@ -23,10 +23,12 @@ from megatron.data.preprocess.corpus import BLOCK_BYTES
 from megatron.data.preprocess.encode import PreprocessOptions, RunState, output_prefix, write_dataset
 from megatron.data.preprocess.files import add_input_flags, find_text_files, spool_pipes
 from megatron.data.preprocess.quality import FILTERS, GROUPS, expand_groups
+from megatron.data.preprocess.sentences import LANGUAGES, SentenceSplitter
 from megatron.data.preprocess.shards import FilesPart, Shard, select_part
 from megatron.data.preprocess.transforms import FILTER, MAP, QUALITY, Step
 from megatron.data.preprocess.workers import available_cores
 from megatron.data.progress import PreprocessProgress, PreprocessTotals
+from megatron.data.remote_output import add_staging_flag, staged_output
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import ENGINES
 from megatron.data.tokenizers.huggingface import NO_EXPORT_NOTE
@@ -35,8 +37,6 @@ from megatron.data.tokenizers.tokenizer import TokenizerOptions, add_tokenizer_f
 IGNORED_FLAGS = {
     "--partitions": (True, "the input is never copied into partitions"),
     "--keep-sequential-samples": (False, "documents always keep their order"),
-    "--keep-newlines": (False, "documents are not split, so newlines are kept"),
-    "--lang": (True, "documents are not split into sentences, so their language does not matter"),
     "--use-gigatoken": (False, "--engine auto uses gigatoken if its ids are equal"),
     "--legacy-tokenizer": (False, "there is one implementation of each tokenizer"),
     "--tokenizer-hf-no-use-fast": (False, "a tokenizer.json gives the same ids whatever reads it"),
@@ -44,7 +44,6 @@ IGNORED_FLAGS = {
 """Megatron-LM's flags without effect here: whether each takes a value, and the reason."""
 
 REFUSED_FLAGS = {
-    "--split-sentences": "sentences are for BERT and T5; GPT is trained on documents",
     "--find-optimal-num-workers": "--workers defaults to the number of cores, and more is never faster",
     "--workers-to-check": "--workers defaults to the number of cores, and more is never faster",
     "--max-documents": "all documents are read; `head -n N` makes a smaller input",
@@ -96,6 +95,12 @@ def build_parser() -> ToolParser:
     add("--append-eod", action="store_true", help="append the end-of-document id to nonempty documents")
     add("--output-prefix", required=True, metavar="PREFIX", help=prefix)
     add("--overwrite", action="store_true", help="replace existing files of this prefix")
+    sentences = "write a sequence for each sentence, into PREFIX_KEY_sentence.{bin,idx}"
+    language = f"language of the sentences: its code, or {', '.join(LANGUAGES)} (english)"
+    add("--split-sentences", action="store_true", help=sentences)
+    add("--lang", metavar="NAME", help=language)
+    add("--keep-newlines", action="store_true", help="keep the white space between sentences, at the end of each")
+    add_staging_flag(parser)
     shard = "write only the documents of part I of N, from 0 on; merged in order, all parts are the whole"
     add("--shard", type=Shard.parse, metavar="I/N", help=shard)
     add = parser.add_argument_group("performance").add_argument
@@ -125,6 +130,11 @@ def summary(plan: PreprocessOptions, totals: PreprocessTotals, dtype: str, engin
     )
 
 
+def splitter_of(args: argparse.Namespace) -> SentenceSplitter | None:
+    """Return what splits documents into sentences, if anything does."""
+    return SentenceSplitter(args.lang or "english", args.keep_newlines) if args.split_sentences else None
+
+
 def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Tokenizer, stop: StopSignal) -> None:
     """Write the files from ``inputs``, and print a summary."""
     started = time.monotonic()
@@ -151,6 +161,7 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
         stop=part.stop,
         steps=getattr(args, "steps", ()),
         drop=args.drop,
+        sentences=splitter_of(args),
         names={copy: name for copy, name in zip(inputs, args.input) if copy != name},
     )
     if plan.workers == 1:
@@ -159,7 +170,7 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
     try:
         totals, engine = write_dataset(plan, tokenizer, progress, stop.check)
     except BaseException:
-        if RunState.path(plan.prefix, plan.keys).exists():
+        if RunState.path(plan.prefix, plan.keys, args.split_sentences).exists():
             progress.message("the same command continues after the documents read so far")
         raise
     finally:
@@ -168,8 +179,6 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
     echo(summary(plan, totals, dtype, engine.name, time.monotonic() - started))
     if tokenizer.files and not tokenizer.hugging_face_files():
         echo(NO_EXPORT_NOTE)
-    for key in args.json_keys:
-        echo(f"for the next step, pretrain_gpt.py: --data-path {shell_word(output_prefix(args.output_prefix, key))}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -185,20 +194,39 @@ def main(argv: Sequence[str]) -> int:
     for flag, (_, why) in IGNORED_FLAGS.items():
         if getattr(args, flag[2:].replace("-", "_")) is not None:
             echo(f"{flag} has no effect: {why}", file=sys.stderr)
+    if not args.split_sentences and (args.lang or args.keep_newlines):
+        flags = " and ".join(["--lang"] * bool(args.lang) + ["--keep-newlines"] * args.keep_newlines)
+        echo(f"{flags} has no effect without --split-sentences", file=sys.stderr)
 
-    def run(stop: StopSignal) -> int:
-        try:
-            state = RunState.load(RunState.path(args.output_prefix, args.json_keys))
-            overwrite = args.overwrite or (state is not None and state.complete)  # ended while it published its files
-            check_not_existing((output_prefix(args.output_prefix, key) for key in args.json_keys), overwrite)
-            tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
-        except DataError as error:
-            return parser.fail(error, 2)
+    return run_tool(parser, lambda stop: run(parser, args, argv, stop), args.output_prefix, "--output-prefix")
+
+
+def run(parser: ToolParser, args: argparse.Namespace, argv: Sequence[str], stop: StopSignal) -> int:
+    """Write the files and, for a store, upload them; return the exit status."""
+    names = [output_prefix("", key, args.split_sentences) for key in args.json_keys]
+    try:
+        if splitter := splitter_of(args):
+            splitter.check()
+        staged = staged_output(args, argv)
+        if staged is not None:
+            staged.check_not_existing(names, args.overwrite)
+        is_written = staged is not None and staged.is_complete(names)
+        state = RunState.load(RunState.path(args.output_prefix, args.json_keys, args.split_sentences))
+        overwrite = args.overwrite or (state is not None and state.complete)  # ended while it published its files
+        if not is_written:
+            check_not_existing((f"{args.output_prefix}{name}" for name in names), overwrite)
+        tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
+    except DataError as error:
+        return parser.fail(error, 2)
+    if not is_written:
         with spool_pipes(args.input, args.output_prefix) as inputs:
             preprocess(args, inputs, tokenizer, stop)
-        return 0
-
-    return run_tool(parser, run, args.output_prefix, "--output-prefix")
+    if staged is not None:
+        staged.upload(names)
+    for name in names:
+        shown = shell_word(f"{args.output_prefix if staged is None else staged.uri}{name}")
+        echo(f"for the next step, pretrain_gpt.py: --data-path {shown}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -111,6 +111,11 @@ class RemotePath:
         return PurePosixPath(self._key).name
 
     @property
+    def suffix(self) -> str:
+        """Ending of the name, with its dot."""
+        return PurePosixPath(self._key).suffix
+
+    @property
     def parent(self) -> RemotePath:
         """Parent folder; that of a bucket is the bucket itself."""
         return RemotePath(self.uri.rpartition("/")[0]) if self._key else self

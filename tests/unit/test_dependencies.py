@@ -16,7 +16,7 @@ from tests.kit.runs import records
 
 ROOT = Path(__file__).parents[2]
 
-OF_USERS = ("dev", "evaluate", "s3")
+OF_USERS = ("dev", "evaluate", "quality", "s3")
 """Extras that requirements.txt leaves out: requirements-dev.txt pins them."""
 
 WITHOUT = """

@@ -25,6 +25,7 @@ from megatron.config.text import counted, format_bytes
 from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import BadDocumentReport, TextDocument, read_documents
 from megatron.data.preprocess.files import MAX_LINE_BYTES
+from megatron.data.preprocess.remote import InputFile
 from megatron.data.preprocess.workers import Report
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
@@ -50,7 +51,7 @@ PROGRESS_SECONDS = 0.2
 class TokenizerTrainingOptions:
     """Settings of the training of a tokenizer."""
 
-    files: tuple[Path, ...]  # read in this order
+    files: tuple[InputFile, ...]  # read in this order
     keys: tuple[str, ...]  # JSON keys of the texts
     vocab_size: int
     model_type: str | None  # of SentencePiece; None for a byte-level BPE

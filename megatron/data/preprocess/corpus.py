@@ -16,12 +16,12 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from megatron.config.text import echo
 from megatron.data.errors import DataError
 from megatron.data.preprocess.files import MAX_LINE_BYTES, is_plain, is_table
+from megatron.data.preprocess.remote import InputFile, RemoteFile
 from megatron.data.preprocess.streams import (
     READ_BYTES,
     PieceReader,
@@ -57,7 +57,7 @@ class TextDocument(NamedTuple):
     """Document as read from a file."""
 
     texts: tuple[str | bytes, ...]  # its text under each requested key; UTF-8 bytes for a plain file
-    place: tuple[Path, int]  # file, and line within the block or file from 1 on; line 0 for a plain file
+    place: tuple[InputFile, int]  # file, and line within the block or file from 1 on; line 0 for a plain file
     num_bytes: int  # bytes of decompressed input, without the line end
 
 
@@ -70,7 +70,7 @@ class DroppedDocument(NamedTuple):
 class BadDocument(NamedTuple):
     """Invalid document of a block."""
 
-    file: Path
+    file: InputFile
     line: int  # or row; from 1 on, within the block; 0 for a plain file
     seen: str  # a sentence without its subject
     fixes: tuple[str, ...]
@@ -83,7 +83,7 @@ class BadDocument(NamedTuple):
         return DataError(source + self.seen, *self.fixes, *more_fixes)
 
 
-def parse_record(line: bytes, file: Path) -> dict[str, Any]:
+def parse_record(line: bytes, file: InputFile) -> dict[str, Any]:
     """Return the JSON object in a line; ``file`` is used in messages.
 
     Raises:
@@ -132,7 +132,7 @@ def _reader() -> Callable[[bytes], object]:
     return orjson.loads
 
 
-def _read_slowly(line: bytes, file: Path) -> object:
+def _read_slowly(line: bytes, file: InputFile) -> object:
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -171,10 +171,10 @@ def split_lines(content: bytes) -> list[bytes]:
     return lines
 
 
-def _read_plain_text(file: Path, block: FileBlock, check_utf8: bool) -> bytes:
+def _read_plain_text(file: InputFile, block: FileBlock, check_utf8: bool) -> bytes:
     """Return the content of a plain file; raise BadDocumentError if it is damaged, too large, or not text."""
     max_bytes, exclude = block.max_bytes, f"--exclude {shlex.quote(file.name)}"
-    with open(file, "rb") as stream:
+    with file.open("rb") as stream:
         if compression_suffix(file):
             text = PieceReader(decompress(file, stream))
             content = io.BufferedReader(text).read(max_bytes + 1)
@@ -206,7 +206,7 @@ BLOCK_BYTES = 2 << 20
 class LineBlock(NamedTuple):
     """Whole lines of a JSON-lines file, or rows of a table; or, without content, one line that is too long."""
 
-    file: Path
+    file: InputFile
     content: bytes | range  # the lines or rows, or the byte range of the file that holds them
     stored: int  # bytes they take in the file, compressed if it is
     first: bool  # whether the file begins with them
@@ -221,7 +221,7 @@ class LineBlock(NamedTuple):
         """Return the lines; raise DataError if the file has become shorter."""
         if isinstance(self.content, bytes):
             return self.content
-        with open(self.file, "rb") as stream:
+        with self.file.open("rb") as stream:
             stream.seek(self.content.start)
             content = stream.read(len(self.content))
         if len(content) != len(self.content):
@@ -232,7 +232,7 @@ class LineBlock(NamedTuple):
 class FileBlock(NamedTuple):
     """Plain files, one document each."""
 
-    files: tuple[Path, ...]
+    files: tuple[InputFile, ...]
     stored: int  # total size, compressed if they are
     max_bytes: int = MAX_LINE_BYTES  # of the text of a file
     dropped: frozenset[int] = frozenset()  # files to leave out, from 1 on
@@ -242,7 +242,7 @@ Block = LineBlock | FileBlock
 
 
 def split_into_blocks(
-    files: Sequence[Path],
+    files: Sequence[InputFile],
     keys: Sequence[str],
     block_bytes: int = BLOCK_BYTES,
     max_line_bytes: int = MAX_LINE_BYTES,
@@ -256,7 +256,7 @@ def split_into_blocks(
     ``max_line_bytes`` are invalid. Of the first file, what begins before byte ``start`` is left out, and of the last
     one what begins at or after byte ``stop`` (see `Shard`).
     """
-    plain: list[Path] = []
+    plain: list[InputFile] = []
     size = 0
     for number, file in enumerate(files):
         if is_plain(file):
@@ -280,7 +280,7 @@ def split_into_blocks(
 
 
 def split_lines_file(
-    file: Path,
+    file: InputFile,
     block_bytes: int = BLOCK_BYTES,
     max_line_bytes: int = MAX_LINE_BYTES,
     start: int = 0,
@@ -298,7 +298,7 @@ def split_lines_file(
     A file that is a JSON array, or objects over several lines, has a line for each value.
     """
     head_bytes = min(block_bytes, max_line_bytes) - 1  # before the end of the last line: only that line can be too long
-    if (has_values := holds_values(file)) or compression_suffix(file):
+    if (has_values := holds_values(file)) or compression_suffix(file) or isinstance(file, RemoteFile):
         return _take_part(_cut_stream(file, has_values, head_bytes, max_line_bytes), start, stop)
     return _cut_stored(file, head_bytes, max_line_bytes, start, stop)
 
@@ -338,9 +338,11 @@ def _count_lines(stream: IO[bytes], end: int) -> int:
     return sum(stream.read(min(BLOCK_BYTES, end - at)).count(b"\n") for at in range(0, end, BLOCK_BYTES))
 
 
-def _cut_stored(file: Path, head_bytes: int, max_line_bytes: int, start: int, stop: int | None) -> Iterator[LineBlock]:
+def _cut_stored(
+    file: InputFile, head_bytes: int, max_line_bytes: int, start: int, stop: int | None
+) -> Iterator[LineBlock]:
     """Cut a file that is read as it is: only ends of lines are read here, the rest by workers at the same time."""
-    with open(file, "rb") as stream:
+    with file.open("rb") as stream:
         begin = start = _line_start(stream, start)
         size = file.stat().st_size if stop is None else _line_start(stream, stop)
         rows = _count_lines(stream, begin)
@@ -378,10 +380,10 @@ def _skip_line(stream: IO[bytes], limit: float = math.inf) -> bytes:
     return part
 
 
-def _cut_stream(file: Path, has_values: bool, head_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
+def _cut_stream(file: InputFile, has_values: bool, head_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
     """Cut a file that is decompressed, or whose values become lines."""
     size, done, first, last = file.stat().st_size, 0, True, False
-    with open(file, "rb") as stream:
+    with file.open("rb") as stream:
         pieces = read_pieces(file, stream)
         raw = PieceReader(json_values(file, pieces, max_line_bytes) if has_values else pieces)
         text = io.BufferedReader(raw, READ_BYTES)
@@ -412,7 +414,7 @@ def _too_long(max_bytes: int) -> tuple[str, ...]:
     return f" is longer than {max_bytes:,} bytes", f"--max-line-bytes {2 * max_bytes}", FIX_LINE
 
 
-def _cut_table(file: Path, batches: Iterator[tuple[bytes | None, int]], max_row_bytes: int) -> Iterator[LineBlock]:
+def _cut_table(file: InputFile, batches: Iterator[tuple[bytes | None, int]], max_row_bytes: int) -> Iterator[LineBlock]:
     """Yield the ``batches`` of a table as blocks; the last one has no rows."""
     done = 0  # bytes of the file
     first = True
@@ -431,7 +433,7 @@ SKIP_BAD_FLAG = "--on-bad-line skip"
 MAX_REPORTED = 20  # bad documents reported one by one; the others are only counted
 
 
-def check_single_key(file: Path, keys: Sequence[str]) -> None:
+def check_single_key(file: InputFile, keys: Sequence[str]) -> None:
     """Raise DataError if several keys are requested of a plain file."""
     if len(keys) > 1 and is_plain(file):
         raise DataError(f"{file} is plain text without the keys {', '.join(keys)}", "--json-keys text")
@@ -539,7 +541,7 @@ def _transform(
     record: dict[str, Any],
     keys: Sequence[str],
     transforms: DocumentTransforms | None,
-    place: tuple[Path, int],
+    place: tuple[InputFile, int],
     num_bytes: int,
 ) -> TextDocument | DroppedDocument:
     """Return the texts of a record after all transforms; raise BadDocumentError if there are none."""
@@ -555,7 +557,7 @@ def _transform(
 
 
 def read_documents(
-    files: Sequence[Path],
+    files: Sequence[InputFile],
     keys: Sequence[str],
     report: BadDocumentReport | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,

@@ -46,12 +46,13 @@ from megatron.data.preprocess.corpus import (
 from megatron.data.preprocess.drop_list import ROW, ROWS_NAME, ListedFile, publish_drop_list
 from megatron.data.preprocess.files import MAX_LINE_BYTES
 from megatron.data.preprocess.minhash import NO_KEY, MinHash, MinHashOptions, exact_key
+from megatron.data.preprocess.remote import InputFile
 from megatron.data.preprocess.workers import WorkerPool
 
 WORK_NAME = "work.part"  # folder of the unfinished work
 MAX_DESCRIBED = 20  # bad documents of a block described; the others are only counted
 RUN_SECONDS = 60.0  # after which a run is written, however few documents it has
-CHUNK = 1 << 18  # documents or pairs processed at once
+CHUNK = 1 << 14  # documents or pairs processed at once
 
 KEYED = np.dtype([("key", "<u8"), ("document", "<u8")])
 PAIR = np.dtype([("first", "<u8"), ("document", "<u8")])
@@ -62,7 +63,7 @@ PLACE = np.dtype([("row", "<u8"), ("bytes", "<u8")])
 class DeduplicationOptions:
     """Settings of a deduplication."""
 
-    files: Sequence[Path]  # read in this order
+    files: Sequence[InputFile]  # read in this order
     keys: tuple[str, ...]  # JSON keys of the texts, joined by a line end
     folder: Path  # of the drop list
     minhash: MinHashOptions | None = field(default_factory=MinHashOptions)  # None for exact duplicates only

@@ -22,6 +22,7 @@ from megatron.checkpoint.durable_files import LockState, try_lock
 from megatron.config.files import FOLLOW_LINKS, OUTSIDE, add_links_flag, readable_files, walk_folders
 from megatron.config.text import echo, listed
 from megatron.data.errors import DataError
+from megatron.data.preprocess.remote import InputFile, RemoteFile, is_uri, list_remote
 from megatron.data.preprocess.streams import READ_BYTES, compression_suffix
 from megatron.data.preprocess.tables import TABLE_SUFFIXES, hugging_face_files, saved_dataset_files
 
@@ -38,18 +39,18 @@ UNSUPPORTED_COMPRESSIONS = {
 """Suffixes of unsupported compressions, and the command that decompresses such a file."""
 
 
-def is_table(file: Path) -> bool:
+def is_table(file: InputFile) -> bool:
     """Return True if the name is that of a Parquet or Arrow file, ignoring case."""
     return file.name.lower().endswith(TABLE_SUFFIXES)
 
 
-def is_plain(file: Path) -> bool:
+def is_plain(file: InputFile) -> bool:
     """Return True for a file that is one document: no table, and no JSON lines, ignoring case and compression."""
     name = uncompressed_name(file).lower().removesuffix(UNFINISHED)
     return not name.endswith(JSON_LINES_SUFFIXES) and not is_table(file)
 
 
-def uncompressed_name(file: Path) -> str:
+def uncompressed_name(file: InputFile) -> str:
     """Return the file name without the suffix of its compression."""
     return file.name[: len(file.name) - len(compression_suffix(file))]
 
@@ -67,7 +68,8 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     folder_files = "files to read from a folder, in the order of their paths, also if .gz, .zst, .bz2 or .xz follows"
     suffixes = [*JSON_LINES_SUFFIXES, *TABLE_SUFFIXES, ".txt"]
     inputs = (
-        "files, quoted patterns, folders, datasets of the hub hf:NAME[:CONFIG][:SPLIT], standard input (-) or pipes"
+        "files, quoted patterns, folders, also as s3:// and other URIs, datasets of the hub hf:NAME[:CONFIG][:SPLIT], "
+        "standard input (-) or pipes"
     )
     keys = "keys of an object's texts, or columns of a table (text)"
     longest = f"longest line or plain file, in bytes; a longer one is an invalid document ({MAX_LINE_BYTES:,})"
@@ -127,7 +129,7 @@ def find_text_files(
     exclude: Collection[str],
     follow_links: bool = False,
     note: Callable[[str], object] = echo,
-) -> list[Path]:
+) -> list[InputFile]:
     """Return the files named by ``inputs``: files, glob patterns like ``data/*.jsonl``, folders, or ``hf:NAME``.
 
     A folder contributes all files below it that end in one of ``suffixes`` (ignoring case, compressed or not), sorted
@@ -136,34 +138,14 @@ def find_text_files(
     which a ``note`` names. A folder written by `save_to_disk` of Hugging Face `datasets` contributes the rows of the
     dataset. Inputs that match no file, unsupported formats, and documents that would be read twice are errors.
     """
-    files: list[Path] = []
+    files: list[InputFile] = []
     for name in inputs:
-        unread: list[str] = []
-        folder = None
-        if os.path.isdir(name):
-            folder = Path(name)
-            found = _walk(folder, suffixes, exclude, follow_links, unread)
-        elif name.startswith("hf:"):
-            found = hugging_face_files(name)
-        elif os.path.isfile(name):
-            found = [Path(name)]
-        else:
-            folder = Path(re.split(r"[^/]*[*?[]", name)[0])
-            found = [path for path in _match(name, folder, follow_links, unread) if not os.path.isdir(path)]
-        if folder is not None:
-            found = readable_files(folder, found, follow_links, unread)
-            _refuse_copies(found)
-        fixes = [FOLLOW_LINKS] if any(OUTSIDE in each for each in unread) else []
-        summary = f"--input {name}: {len(unread):,} not read: {listed(unread)}"
-        if not found:
-            raise DataError(summary, *fixes) if unread else _no_files(name, suffixes)
-        if unread:
-            note("; ".join([summary, *(f"{fix} reads what is {OUTSIDE}" for fix in fixes)]))
-        files += found
-    seen: dict[str, Path] = {}
+        remote = is_uri(name)
+        files += _find_remote(name, suffixes, exclude) if remote else _find(name, suffixes, exclude, follow_links, note)
+    seen: dict[str, InputFile] = {}
     for file in files:
         _check_format(file)
-        other = seen.setdefault(os.path.realpath(file), file)
+        other = seen.setdefault(os.path.realpath(file) if isinstance(file, Path) else str(file), file)
         if other is not file:
             why = f"{file} is given twice" if file == other else f"{file} is {other}, which is given too"
             fix = "name it once; to repeat a corpus, give it a weight: pretrain_gpt.py --data-path 2 PREFIX"
@@ -171,12 +153,49 @@ def find_text_files(
     return files
 
 
+def _find_remote(name: str, suffixes: Collection[str], exclude: Collection[str]) -> list[RemoteFile]:
+    wanted = tuple(suffix.lower() for suffix in suffixes)
+    found = list_remote(name, lambda path: _ends_in(Path(path), wanted), exclude)
+    if not found:
+        raise _no_files(name, suffixes)
+    if len(found) > 1:
+        _refuse_copies(found)
+    return found
+
+
+def _find(
+    name: str, suffixes: Collection[str], exclude: Collection[str], follow_links: bool, note: Callable[[str], object]
+) -> list[Path]:
+    unread: list[str] = []
+    folder = None
+    if os.path.isdir(name):
+        folder = Path(name)
+        found = _walk(folder, suffixes, exclude, follow_links, unread)
+    elif name.startswith("hf:"):
+        found = hugging_face_files(name)
+    elif os.path.isfile(name):
+        found = [Path(name)]
+    else:
+        folder = Path(re.split(r"[^/]*[*?[]", name)[0])
+        found = [path for path in _match(name, folder, follow_links, unread) if not os.path.isdir(path)]
+    if folder is not None:
+        found = readable_files(folder, found, follow_links, unread)
+        _refuse_copies(found)
+    fixes = [FOLLOW_LINKS] if any(OUTSIDE in each for each in unread) else []
+    summary = f"--input {name}: {len(unread):,} not read: {listed(unread)}"
+    if not found:
+        raise DataError(summary, *fixes) if unread else _no_files(name, suffixes)
+    if unread:
+        note("; ".join([summary, *(f"{fix} reads what is {OUTSIDE}" for fix in fixes)]))
+    return found
+
+
 def _no_files(name: str, suffixes: Collection[str]) -> DataError:
     why = f"no file below it ends in {' or '.join(suffixes)}" if os.path.isdir(name) else "there is no such file"
     return DataError(f"--input {name}: {why}", "--input FILE.jsonl", "--input FOLDER --suffix .txt")
 
 
-def _check_format(file: Path) -> None:
+def _check_format(file: InputFile) -> None:
     suffix = file.suffix.lower()
     failure = f"{file}: {file.suffix} files are not supported"
     if suffix in UNSUPPORTED_FORMATS:
@@ -206,31 +225,32 @@ def _match(pattern: str, folder: Path, follow_links: bool, unread: list[str]) ->
         return [*map(Path, glob.glob(pattern))]
     walk = walk_folders(folder, (), follow_links, unread)
     files = (Path(path, name) for path, _, names in walk for name in names)
-    return [file for file in files if _fits(file.relative_to(folder).parts, parts)]
+    return [file for file in files if fits_pattern(file.relative_to(folder).parts, parts)]
 
 
-def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+def fits_pattern(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return True if the parts of a path match those of a pattern, of which ``**`` matches any number."""
     if not parts or not pattern:
         return not parts and pattern in ((), ("**",))
-    if pattern[0] == "**" and _fits(parts, pattern[1:]):
+    if pattern[0] == "**" and fits_pattern(parts, pattern[1:]):
         return True
     is_hidden = parts[0].startswith(".") and not pattern[0].startswith(".")
     if is_hidden or not fnmatchcase(parts[0], pattern[0]):
         return False
-    return _fits(parts[1:], pattern[pattern[0] != "**" :])
+    return fits_pattern(parts[1:], pattern[pattern[0] != "**" :])
 
 
-def _ends_in(file: Path, wanted: tuple[str, ...]) -> bool:
+def _ends_in(file: InputFile, wanted: tuple[str, ...]) -> bool:
     names = [file.name.lower(), uncompressed_name(file).lower()]
     if file.suffix.lower() in UNSUPPORTED_COMPRESSIONS:
         names.append(file.stem.lower())
     return any(name.endswith(wanted) for name in names)
 
 
-def _refuse_copies(files: Collection[Path]) -> None:
+def _refuse_copies(files: Collection[InputFile]) -> None:
     """Raise DataError for files that differ only in their compression."""
-    seen: dict[Path, Path] = {}
-    for file in sorted(files):
+    seen: dict[InputFile, InputFile] = {}
+    for file in sorted(files, key=str):
         other = seen.setdefault(file.with_name(uncompressed_name(file)), file)
         if other != file:
             why = f"{file} lies beside {other}: the same documents would be read twice"

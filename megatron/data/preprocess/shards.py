@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from megatron.data.preprocess.files import is_plain
+from megatron.data.preprocess.remote import InputFile
 
 
 class Shard(NamedTuple):
@@ -41,17 +41,17 @@ class Shard(NamedTuple):
 class FilesPart(NamedTuple):
     """Files of a shard."""
 
-    files: list[Path]
+    files: list[InputFile]
     start: int  # byte of the first file before which documents belong to earlier shards
     stop: int | None  # byte of the last file from which on they belong to later ones; None for none
 
 
-def select_part(files: Sequence[Path], sizes: Sequence[int], shard: Shard) -> FilesPart:
+def select_part(files: Sequence[InputFile], sizes: Sequence[int], shard: Shard) -> FilesPart:
     """Return the files of a shard; ``sizes`` are their bytes."""
     total = sum(sizes)
     begin, end = (total * number // shard.of for number in (shard.number, shard.number + 1))
     is_last = shard.number == shard.of - 1
-    found: list[Path] = []
+    found: list[InputFile] = []
     start, stop, offset = 0, None, 0
     for file, size in zip(files, sizes):
         starts_here = begin <= offset and (offset < end or is_last)

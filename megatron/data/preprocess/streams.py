@@ -12,8 +12,9 @@ import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, Any
+
+from megatron.data.preprocess.remote import InputFile
 
 COMPRESSION_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 MAX_PIECE_BYTES = 16 << 20  # approximate upper limit of the text yielded at once
@@ -36,13 +37,13 @@ class DamagedStreamError(Exception):
         self.fixes = fixes
 
 
-def compression_suffix(file: Path) -> str:
+def compression_suffix(file: InputFile) -> str:
     """Return the suffix of the compression in lower case, or an empty string."""
     suffix = file.suffix.lower()
     return suffix if suffix in COMPRESSION_SUFFIXES else ""
 
 
-def recode_fix(file: Path, encoding: str) -> str:
+def recode_fix(file: InputFile, encoding: str) -> str:
     """Return the command that converts a file to UTF-8."""
     if compression_suffix(file):
         return f"decompress it and convert it from {encoding} with iconv"
@@ -77,12 +78,12 @@ class PieceReader(io.RawIOBase):
         return size
 
 
-def read_pieces(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
+def read_pieces(file: InputFile, stream: IO[bytes]) -> Iterator[bytes]:
     """Yield the text of an open file, decompressed."""
     return decompress(file, stream) if compression_suffix(file) else iter(lambda: stream.read(READ_BYTES), b"")
 
 
-def decompress(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
+def decompress(file: InputFile, stream: IO[bytes]) -> Iterator[bytes]:
     """Yield the content of a file that ends in one of `COMPRESSION_SUFFIXES`. Concatenated streams are one text.
 
     Raises:
@@ -123,10 +124,10 @@ def _library(suffix: str) -> tuple[Callable[[], Any], type[Exception]]:
     return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj, zstandard.ZstdError
 
 
-def holds_values(file: Path) -> bool:
+def holds_values(file: InputFile) -> bool:
     """Return True if a file begins with a JSON array of something, or with an object over several lines."""
     start = b""
-    with open(file, "rb") as stream, suppress(DamagedStreamError):
+    with file.open("rb") as stream, suppress(DamagedStreamError):
         for piece in read_pieces(file, stream):
             start = (start + piece).removeprefix(codecs.BOM_UTF8).lstrip()
             if len(start) >= READ_BYTES // 16:
@@ -134,7 +135,7 @@ def holds_values(file: Path) -> bool:
     return BEGINS_WITH_VALUES.match(start) is not None
 
 
-def json_values(file: Path, pieces: Iterator[bytes], max_bytes: int) -> Iterator[bytes]:
+def json_values(file: InputFile, pieces: Iterator[bytes], max_bytes: int) -> Iterator[bytes]:
     """Yield the values of the JSON text of a file as lines: the elements of its arrays, and other values.
 
     Raises:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from megatron.config.files import parse_json, read_small
 from megatron.config.text import clipped, listed, shell_word
 from megatron.data.errors import DataError
+from megatron.data.preprocess.remote import InputFile
 from megatron.data.tokenizers.base import convert_library_errors
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
@@ -34,13 +35,15 @@ TABLES_FIX = "pip install 'megatron-pretrain[tables]'"
 
 Row = dict[str, Any]  # by column: the text in UTF-8 or null of `read_batches`, any value of `read_rows`
 
+Batches = Iterator[tuple[Any, int]]  # record batches, and about how many bytes of the file have been read
+
 
 class UnreadableTableError(DataError):
     """The rest of a table cannot be read: `seen` is a sentence without its subject."""
 
 
 def read_batches(
-    file: Path, keys: Sequence[str], batch_bytes: int, max_row_bytes: int
+    file: InputFile, keys: Sequence[str], batch_bytes: int, max_row_bytes: int
 ) -> Iterator[tuple[bytes | None, int]]:
     """Yield batches of about ``batch_bytes`` of text, and how many bytes of the file have been read, approximately.
 
@@ -70,7 +73,7 @@ def read_batches(
 
 
 def read_rows(
-    file: Path, columns: Sequence[str] | None, batch_bytes: int, max_row_bytes: int
+    file: InputFile, columns: Sequence[str] | None, batch_bytes: int, max_row_bytes: int
 ) -> Iterator[tuple[bytes | None, int]]:
     """Yield batches as `read_batches` does, of rows with these ``columns`` of any type; None for all."""
     with _named_errors(file):
@@ -83,7 +86,7 @@ def read_rows(
 
 
 @contextmanager
-def _named_errors(file: Path) -> Iterator[None]:
+def _named_errors(file: InputFile) -> Iterator[None]:
     """Convert the errors of a damaged table to UnreadableTableError."""
     try:  # here, because it takes a while
         import pyarrow as pa  # type: ignore[import-untyped]
@@ -98,16 +101,23 @@ def _named_errors(file: Path) -> Iterator[None]:
         raise UnreadableTableError(f" cannot be read from here on: {clipped(reason)}", "copy the file again") from error
 
 
-def _read_table(file: Path, columns: Sequence[str] | None, batch_bytes: int, texts: bool) -> Iterator[tuple[Any, int]]:
-    """Yield the batches of a table, and about how many bytes of it have been read."""
+def _read_table(
+    file: InputFile, columns: Sequence[str] | None, batch_bytes: int, texts: bool
+) -> Iterator[tuple[Any, int]]:
+    """Yield the batches of a table."""
     read = _read_parquet if file.suffix.lower() == ".parquet" else _read_arrow
     return read(file, columns, batch_bytes, texts)
 
 
-def _read_parquet(file: Path, keys: Sequence[str] | None, batch_bytes: int, texts: bool) -> Iterator[tuple[Any, int]]:
+def _read_parquet(
+    file: InputFile, keys: Sequence[str] | None, batch_bytes: int, texts: bool
+) -> Iterator[tuple[Any, int]]:
     from pyarrow import parquet
 
-    with parquet.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False) as table:
+    with (
+        file.open("rb") as stream,
+        parquet.ParquetFile(stream, buffer_size=READ_BYTES, pre_buffer=False) as table,
+    ):
         _check_columns(table.schema_arrow, keys, texts)
         size, total, done = file.stat().st_size, table.metadata.num_rows, 0
         read, held = [], 0
@@ -128,10 +138,12 @@ def _join(batches: Sequence[Any]) -> Any:
     return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
-def _read_arrow(file: Path, keys: Sequence[str] | None, batch_bytes: int, texts: bool) -> Iterator[tuple[Any, int]]:
+def _read_arrow(
+    file: InputFile, keys: Sequence[str] | None, batch_bytes: int, texts: bool
+) -> Iterator[tuple[Any, int]]:
     import pyarrow as pa
 
-    with pa.memory_map(str(file)) as source:
+    with pa.memory_map(str(file)) if isinstance(file, Path) else pa.PythonFile(file.open("rb")) as source:
         has_footer = source.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC
         source.seek(0)
         reader = pa.ipc.open_file(source) if has_footer else pa.ipc.open_stream(source)
