@@ -51,6 +51,7 @@ from megatron.config.files import parse_yaml, read_small
 from megatron.config.schemes import MEGATRON_PREFIX
 from megatron.config.text import echo, shell_word
 from megatron.training.resume_source import stored_config
+from tools.lib.neox_data import with_blends
 
 LAUNCHERS = "torchrun srun mpirun mpiexec deepspeed python python3 python2 singularity apptainer docker enroot numactl"
 HARMLESS = "awk basename cat cut date dirname expr grep head hostname id printf pwd readlink realpath sed seq sort"
@@ -300,7 +301,7 @@ def _neox_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("tokenizer_type", "GPT2BPETokenizer") != "GPT2BPETokenizer" and "vocab_file" in settings:
         settings["tokenizer_model"] = settings.pop("vocab_file")
     settings.pop("rms_norm_epsilon" if settings.get("norm", "layernorm") == "layernorm" else "layernorm_epsilon", None)
-    return settings
+    return with_blends(settings)
 
 
 def _flattened(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -23,6 +23,7 @@ from megatron.data.preprocess.corpus import BLOCK_BYTES
 from megatron.data.preprocess.encode import PreprocessOptions, RunState, output_prefix, write_dataset
 from megatron.data.preprocess.files import add_input_flags, find_text_files, spool_pipes
 from megatron.data.preprocess.quality import FILTERS, GROUPS, expand_groups
+from megatron.data.preprocess.sentences import LANGUAGES, SentenceSplitter
 from megatron.data.preprocess.shards import FilesPart, Shard, select_part
 from megatron.data.preprocess.transforms import FILTER, MAP, QUALITY, Step
 from megatron.data.preprocess.workers import available_cores
@@ -36,8 +37,6 @@ from megatron.data.tokenizers.tokenizer import TokenizerOptions, add_tokenizer_f
 IGNORED_FLAGS = {
     "--partitions": (True, "the input is never copied into partitions"),
     "--keep-sequential-samples": (False, "documents always keep their order"),
-    "--keep-newlines": (False, "documents are not split, so newlines are kept"),
-    "--lang": (True, "documents are not split into sentences, so their language does not matter"),
     "--use-gigatoken": (False, "--engine auto uses gigatoken if its ids are equal"),
     "--legacy-tokenizer": (False, "there is one implementation of each tokenizer"),
     "--tokenizer-hf-no-use-fast": (False, "a tokenizer.json gives the same ids whatever reads it"),
@@ -45,7 +44,6 @@ IGNORED_FLAGS = {
 """Megatron-LM's flags without effect here: whether each takes a value, and the reason."""
 
 REFUSED_FLAGS = {
-    "--split-sentences": "sentences are for BERT and T5; GPT is trained on documents",
     "--find-optimal-num-workers": "--workers defaults to the number of cores, and more is never faster",
     "--workers-to-check": "--workers defaults to the number of cores, and more is never faster",
     "--max-documents": "all documents are read; `head -n N` makes a smaller input",
@@ -97,6 +95,11 @@ def build_parser() -> ToolParser:
     add("--append-eod", action="store_true", help="append the end-of-document id to nonempty documents")
     add("--output-prefix", required=True, metavar="PREFIX", help=prefix)
     add("--overwrite", action="store_true", help="replace existing files of this prefix")
+    sentences = "write a sequence for each sentence, into PREFIX_KEY_sentence.{bin,idx}"
+    language = f"language of the sentences: its code, or {', '.join(LANGUAGES)} (english)"
+    add("--split-sentences", action="store_true", help=sentences)
+    add("--lang", metavar="NAME", help=language)
+    add("--keep-newlines", action="store_true", help="keep the white space between sentences, at the end of each")
     add_staging_flag(parser)
     shard = "write only the documents of part I of N, from 0 on; merged in order, all parts are the whole"
     add("--shard", type=Shard.parse, metavar="I/N", help=shard)
@@ -127,6 +130,11 @@ def summary(plan: PreprocessOptions, totals: PreprocessTotals, dtype: str, engin
     )
 
 
+def splitter_of(args: argparse.Namespace) -> SentenceSplitter | None:
+    """Return what splits documents into sentences, if anything does."""
+    return SentenceSplitter(args.lang or "english", args.keep_newlines) if args.split_sentences else None
+
+
 def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Tokenizer, stop: StopSignal) -> None:
     """Write the files from ``inputs``, and print a summary."""
     started = time.monotonic()
@@ -153,6 +161,7 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
         stop=part.stop,
         steps=getattr(args, "steps", ()),
         drop=args.drop,
+        sentences=splitter_of(args),
         names={copy: name for copy, name in zip(inputs, args.input) if copy != name},
     )
     if plan.workers == 1:
@@ -161,7 +170,7 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
     try:
         totals, engine = write_dataset(plan, tokenizer, progress, stop.check)
     except BaseException:
-        if RunState.path(plan.prefix, plan.keys).exists():
+        if RunState.path(plan.prefix, plan.keys, args.split_sentences).exists():
             progress.message("the same command continues after the documents read so far")
         raise
     finally:
@@ -185,19 +194,24 @@ def main(argv: Sequence[str]) -> int:
     for flag, (_, why) in IGNORED_FLAGS.items():
         if getattr(args, flag[2:].replace("-", "_")) is not None:
             echo(f"{flag} has no effect: {why}", file=sys.stderr)
+    if not args.split_sentences and (args.lang or args.keep_newlines):
+        flags = " and ".join(["--lang"] * bool(args.lang) + ["--keep-newlines"] * args.keep_newlines)
+        echo(f"{flags} has no effect without --split-sentences", file=sys.stderr)
 
     return run_tool(parser, lambda stop: run(parser, args, argv, stop), args.output_prefix, "--output-prefix")
 
 
 def run(parser: ToolParser, args: argparse.Namespace, argv: Sequence[str], stop: StopSignal) -> int:
     """Write the files and, for a store, upload them; return the exit status."""
-    names = [output_prefix("", key) for key in args.json_keys]
+    names = [output_prefix("", key, args.split_sentences) for key in args.json_keys]
     try:
+        if splitter := splitter_of(args):
+            splitter.check()
         staged = staged_output(args, argv)
         if staged is not None:
             staged.check_not_existing(names, args.overwrite)
         is_written = staged is not None and staged.is_complete(names)
-        state = RunState.load(RunState.path(args.output_prefix, args.json_keys))
+        state = RunState.load(RunState.path(args.output_prefix, args.json_keys, args.split_sentences))
         overwrite = args.overwrite or (state is not None and state.complete)  # ended while it published its files
         if not is_written:
             check_not_existing((f"{args.output_prefix}{name}" for name in names), overwrite)

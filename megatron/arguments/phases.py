@@ -56,8 +56,12 @@ SCHEDULE_OPTIONS = {
 CHANGING_STARTS = {
     *("save_interval", "save_hf_interval", "local_save_interval", "log_health_interval", "data_cache_path"),
     *("evaluate_tasks", "evaluate_tasks_interval", "teacher_logits"),
+    *("skip_samples", "skip_tokens", "skip_documents"),
 }
 """Options of a start that may differ between phases; others hold for the process, or for the run."""
+
+PLACES = ("skip_samples", "skip_tokens")
+"""Options that name places in the data of a phase, so the command line does not give them for all."""
 
 FIXED = {"device", "distributed_backend", "distributed_timeout_minutes", "plugin", "deterministic", "phases"}
 """Further options that hold for the process."""
@@ -211,6 +215,9 @@ def plan_phases(
     if lengths and given.get("phases") is not None:  # for stages of a mixture it is the length of all
         sentence = f"{' and '.join(lengths)} and --phases both set the length of the run"
         raise UserError([Problem("E340", sentence, tuple(f"drop {name}" for name in lengths))])
+    if places := [name for name in PLACES if given.get(name)]:
+        sentence = f"{SETTINGS[places[0]].flag} with --phases: places count in the data of a phase"
+        raise UserError([Problem("E340", sentence, (f"{places[0]}: in the phase of {path} that reads them",))])
     trees = [_options(entry, given) for entry in entries]
 
     def parse_each(trees: Sequence[Mapping[str, Any]], world_size: int | None) -> list[ParsedArguments]:

@@ -75,6 +75,15 @@ def id_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
+def sequences_before_ends(lengths: NDArray[np.integer[Any]], counts: NDArray[np.int64] | None) -> NDArray[Any]:
+    """Return the number of sequences up to the end of each document ``[n]``; see `IndexedDatasetWriter.add_documents`.
+
+    Sequences without ids do not count.
+    """
+    sequences = np.cumsum(lengths > 0)
+    return sequences if counts is None else np.append(0, sequences)[np.cumsum(counts)]
+
+
 class IndexedDatasetWriter:
     """Writes a pair of token files document by document, in constant memory.
 
@@ -194,8 +203,12 @@ class IndexedDatasetWriter:
         ids = np.asarray(tokens)
         self.add_documents(ids, np.array([ids.size]))
 
-    def add_documents(self, ids: NDArray[Any], lengths: NDArray[np.integer[Any]]) -> None:
+    def add_documents(
+        self, ids: NDArray[Any], lengths: NDArray[np.integer[Any]], counts: NDArray[np.int64] | None = None
+    ) -> None:
         """Append ``n`` documents: ``ids [total]`` back to back, ``lengths [n]`` tokens of each (0: empty).
+
+        If they have several sequences each, ``counts [n]`` are their numbers, and lengths those of all sequences.
 
         Raises:
             DataError: when an id does not fit the file's type, or a document is too long for the format.
@@ -216,7 +229,7 @@ class IndexedDatasetWriter:
             if changed.size:
                 raise DataError(f"{self._prefix}: {changed[0]} does not fit {self._dtype}")
         self._ids.write(np.ascontiguousarray(stored, dtype=self._dtype).data)
-        self._add_boundaries(self._sequences + np.cumsum(lengths > 0))
+        self._add_boundaries(self._sequences + sequences_before_ends(lengths, counts))
         self._add_lengths(lengths[lengths > 0])
 
     def add_origins(self, runs: NDArray[Any]) -> None:

@@ -50,7 +50,7 @@ from megatron.training.failure_report import PeerWatchdog, StartRefusedError, ex
 from megatron.training.features import build_callbacks, plugin_callbacks
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary, read_json_lines
 from megatron.training.loggers.run_logger import RunLogger
-from megatron.training.loop import train
+from megatron.training.loop import is_due, train
 from megatron.training.machine import set_variables
 from megatron.training.metrics import Goodput
 from megatron.training.out_of_memory import explain_out_of_memory
@@ -174,8 +174,9 @@ def take_phases(
             continue
         finally:
             stop.world = world
-        skips = plan[place].config.training.skip_train
-        if status or skips or trainer.iteration < trainer.total_steps or place + 1 == len(plan):
+        training, ends = plan[place].config.training, trainer.iteration >= trainer.total_steps
+        exits = training.skip_train or is_due(training.exit_interval, trainer.iteration)
+        if status or exits or not ends or place + 1 == len(plan):
             return status
         trainer.mesh.close()
         del trainer  # before the next one takes its memory

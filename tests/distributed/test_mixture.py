@@ -97,6 +97,10 @@ def test_losses_are_those_of_the_samples_of_each_source(mixture: Path, alone: tu
     expected = {f"{SOURCE_LOSS}{source}": sum(losses) / len(losses) for source, losses in found.items()}
     assert source_losses(alone[0])[0] == pytest.approx(expected, rel=1e-12)
     assert {source: len(losses) for source, losses in found.items()} == {"web": 3, "tiny": 1}
+    dataset, samples = trainer.data.datasets["train"], alone[1]
+    for step, line in enumerate(records(alone[0]), 1):  # each covers its own step
+        losses = [line[f"{SOURCE_LOSS}{dataset.source_of(i)}"] for i, _ in samples[step]]
+        assert sum(losses) / 4 == pytest.approx(line["lm loss"], rel=1e-12)
 
 
 def test_a_run_that_is_killed_anywhere_continues_exactly(

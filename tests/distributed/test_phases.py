@@ -23,7 +23,12 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Options of the command line, and of the second phase."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+FAST = {"zero, then cp2"}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_losses_are_the_same_in_every_layout(pool: Pool, tmp_path: Path, layout: str) -> None:
     """Also if the ranks are killed in the second phase, and start again in it."""
     flags, of_long = LAYOUTS[layout]

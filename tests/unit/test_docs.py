@@ -29,7 +29,6 @@ FOREIGN = {
     "SECURITY": "--disable-pip --generate-hashes --master-port --no-annotate --python-version --redact "
     "--require-hashes --universal",
     "README": "--require-hashes",
-    "data": "--split-sentences",
     "evaluation": "--limit",
     "operations": "--ckpt-fully-parallel-save --rdzv-conf --shutdown-timeout --signals-to-handle",
     "slurm": "--allocations --build-arg --contiguous --duplicates --faults --me --name --parsable2 --segment --start "

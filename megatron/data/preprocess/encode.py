@@ -52,6 +52,7 @@ from megatron.data.preprocess.corpus import (
 from megatron.data.preprocess.drop_list import DROP_LIST, DropList, mark_dropped
 from megatron.data.preprocess.files import MAX_LINE_BYTES, is_table
 from megatron.data.preprocess.remote import InputFile, RemoteStat, current_stat
+from megatron.data.preprocess.sentences import SentenceSplitter
 from megatron.data.preprocess.shards import Shard
 from megatron.data.preprocess.transforms import FILTER, MAP, QUALITY, DocumentTransforms, Step
 from megatron.data.preprocess.workers import WorkerPool
@@ -93,6 +94,7 @@ class PreprocessOptions:
     stop: int | None = None  # byte of the last file at which it ends; None for the end of the file
     steps: Sequence[Step] = ()  # that change or drop documents, in this order
     drop: Path | None = None  # folder of a `DropList`, whose documents are left out
+    sentences: SentenceSplitter | None = None  # makes a sequence of each sentence, not of each document
     names: Mapping[str, str] = field(default_factory=dict)  # what the origins call the copies of pipes, by their path
 
 
@@ -100,6 +102,7 @@ class EncodedBlock(NamedTuple):
     """Ids of a block, and statistics."""
 
     columns: tuple[EncodedBatch, ...]  # for each key, the ids of its texts in the dtype of the token files
+    sequences: tuple[NDArray[np.int64], ...] | None  # for each key, those of each document; None for one each
     lines: int  # line ends, including those of blank and bad lines
     documents: int  # encoded
     empty: int  # texts of all columns without ids
@@ -129,17 +132,19 @@ class BlockEncoder:
         columns, places, bad = self._read(block)
         checksums = _checksums(block, places, columns[0])
         try:
-            encoded = [self._engine.encode_batch(texts) for texts in columns]
+            encoded = [self._encode(texts) for texts in columns]
         except ValueError:
             good = [i for i in range(len(places)) if self._is_encodable(places[i], [c[i] for c in columns], bad)]
             bad.sort(key=lambda document: document.line)
             columns, places = [[texts[i] for i in good] for texts in columns], [places[i] for i in good]
-            encoded = [self._engine.encode_batch(texts) for texts in columns]
+            encoded = [self._encode(texts) for texts in columns]
+        last = [last_sequences(batch.lengths, counts) for batch, counts in encoded]
         return EncodedBlock(
-            columns=tuple(self._to_file_dtype(column) for column in encoded),
+            columns=tuple(self._to_file_dtype(batch, at) for (batch, _), at in zip(encoded, last)),
+            sequences=None if self._plan.sentences is None else tuple(counts for _, counts in encoded),
             lines=lines,
             documents=len(places),
-            empty=sum(int(np.count_nonzero(column.lengths == 0)) for column in encoded),
+            empty=sum(len(places) - len(at) for at in last),
             text_bytes=sum(sum(map(len, texts)) for texts in columns),
             bad=len(bad),
             dropped=dict(self._dropped),
@@ -159,7 +164,7 @@ class BlockEncoder:
             if columns is not None:
                 return columns, [(block.file, number) for number in range(1, len(columns[0]) + 1)], []
         columns, places, bad = [[] for _ in keys], [], []
-        any_bytes = isinstance(self._tokenizer, ByteTokenizer)
+        any_bytes = isinstance(self._tokenizer, ByteTokenizer) and self._plan.sentences is None
         for document in read_block(block, keys, any_bytes, self._transforms):
             if isinstance(document, BadDocument):
                 bad.append(document)
@@ -183,8 +188,16 @@ class BlockEncoder:
             return False
         return True
 
-    def _to_file_dtype(self, column: EncodedBatch) -> EncodedBatch:
-        """Check the ids, convert them to the dtype of the files and append the end-of-document ids."""
+    def _encode(self, texts: Sequence[bytes]) -> tuple[EncodedBatch, NDArray[np.int64]]:
+        """Return the ids of the sequences of texts, and the number of sequences of each."""
+        if self._plan.sentences is None:
+            return self._engine.encode_batch(texts), np.ones(len(texts), dtype=np.int64)
+        sentences = [self._plan.sentences.split(text.decode()) for text in texts]
+        counts = np.fromiter(map(len, sentences), dtype=np.int64, count=len(texts))
+        return self._engine.encode_batch([each.encode() for part in sentences for each in part]), counts
+
+    def _to_file_dtype(self, column: EncodedBatch, last: NDArray[np.int64]) -> EncodedBatch:
+        """Check the ids, convert them to the dtype of the files and append their ends to the ``last`` sequences."""
         ids, lengths = column
         if ids.size and not 0 <= ids.min() <= ids.max() < self._tokenizer.vocab_size:
             seen = f"the tokenizer gave ids {ids.min()}..{ids.max()}"
@@ -192,8 +205,10 @@ class BlockEncoder:
         ids = ids.astype(self._dtype)
         if not self._plan.append_eod:
             return EncodedBatch(ids, lengths)
-        ends = np.cumsum(lengths)[lengths > 0]
-        return EncodedBatch(np.insert(ids, ends, self._tokenizer.eod), lengths + (lengths > 0))
+        ends = np.cumsum(lengths)[last]
+        return EncodedBatch(
+            np.insert(ids, ends, self._tokenizer.eod), lengths + np.bincount(last, minlength=len(lengths))
+        )
 
     def _spot_check(self, columns: list[list[bytes]], places: list[tuple[InputFile, int]]) -> BadDocument | None:
         """Compare a few ids of gigatoken with those of the tokenizer's own library."""
@@ -208,6 +223,15 @@ class BlockEncoder:
             return None
         seen = f": {self._engine.name} and {self._tokenizer.library} give different ids for part of it"
         return BadDocument(*places[index], seen, (f"--engine {OWN_LIBRARY}",))
+
+
+def last_sequences(lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the last sequence with ids of each document that has one; documents have ``counts [n]`` sequences."""
+    documents = np.repeat(np.arange(len(counts)), counts)
+    last = np.full(len(counts), -1)
+    with_ids = np.flatnonzero(lengths > 0)
+    last[documents[with_ids]] = with_ids  # the last assignment counts
+    return last[last >= 0]
 
 
 def _checksums(block: Block, places: Sequence[tuple[InputFile, int]], texts: Sequence[bytes]) -> tuple[bytes, ...]:
@@ -258,9 +282,9 @@ SAMPLE_BYTES = 1 << 20  # of texts, on which gigatoken is compared with the toke
 SAMPLE_SEARCH_BYTES = 8 << 20  # of the input, read to find that many
 
 
-def output_prefix(prefix: str, key: str) -> str:
+def output_prefix(prefix: str, key: str, sentences: bool = False) -> str:
     """Return the prefix of the token files of a JSON key, as in Megatron-LM."""
-    return f"{prefix}_{key}_document"
+    return f"{prefix}_{key}_{'sentence' if sentences else 'document'}"
 
 
 @dataclass
@@ -277,9 +301,9 @@ class RunState:
     complete: bool = False  # the token files are complete and get their final names
 
     @staticmethod
-    def path(prefix: str, keys: Sequence[str]) -> Path:
+    def path(prefix: str, keys: Sequence[str], sentences: bool = False) -> Path:
         """Return the path of the saved state of a run."""
-        return Path(f"{output_prefix(prefix, keys[0])}.state.{RESUME}.part")
+        return Path(f"{output_prefix(prefix, keys[0], sentences)}.state.{RESUME}.part")
 
     @classmethod
     def load(cls, path: Path) -> RunState | None:
@@ -314,6 +338,7 @@ def _settings(
         "--json-keys": json.dumps(plan.keys),
         "--tokenizer-type or --tokenizer-model": checksum(TokenizerRecord.of(tokenizer).to_bytes()),
         "--append-eod": str(plan.append_eod),
+        **({} if plan.sentences is None else {"--split-sentences": str(plan.sentences)}),
         "--engine": engine.name,
         "--shard": str(plan.shard),
         ", ".join((MAP, FILTER, QUALITY)): json.dumps(transforms.describe()),
@@ -332,6 +357,7 @@ def _describe(
         "options": {"append_eod": plan.append_eod, "json_keys": plan.keys, "max_line_bytes": plan.max_line_bytes},
         "engine": engine.name,
         "steps": transforms.describe(),
+        **({} if plan.sentences is None else {"sentences": str(plan.sentences)}),
         **({} if plan.shard is None else {"shard": plan.shard}),
     }
 
@@ -342,7 +368,7 @@ def _resume(plan: PreprocessOptions, settings: dict[str, str], message: Callable
     Raises:
         DataError: if the interrupted run had other settings, unless the plan overwrites it.
     """
-    path = RunState.path(plan.prefix, plan.keys)
+    path = RunState.path(plan.prefix, plan.keys, plan.sentences is not None)
     state = RunState.load(path)
     keys = {*plan.keys}
     if state is not None:
@@ -359,7 +385,7 @@ def _resume(plan: PreprocessOptions, settings: dict[str, str], message: Callable
         message(f"starting over, because {differs}")
         keys.update(json.loads(state.settings["--json-keys"]))
     for key in sorted(keys):
-        for left in remove_unfinished_files(output_prefix(plan.prefix, key)):
+        for left in remove_unfinished_files(output_prefix(plan.prefix, key, plan.sentences is not None)):
             message(f"removed {left}, left by a run that was killed")
     return RunState(settings, [(0, 0, 0, 0)] * len(plan.keys), PreprocessTotals())
 
@@ -372,10 +398,11 @@ def write_dataset(
 ) -> tuple[PreprocessTotals, EncodeEngine]:
     """Write ``<prefix>_<key>_document.{bin,idx,tokens.json}`` for every key, independent of the number of workers.
 
-    The files of the tokenizer are copied to ``<prefix>_<key>_document.tokenizer/``. An empty text is a document without
-    sequences and without end-of-document id. A bad document is skipped under all keys. An exception leaves no file
-    under its final name. The state is saved every `SAVE_SECONDS`, and the same plan continues from there. ``check`` is
-    called between blocks until the files are renamed to their final names; its exceptions end the work.
+    With sentences, the names end in ``_sentence``. The files of the tokenizer are copied to a folder beside them, with
+    the suffix ``.tokenizer``. An empty text is a document without sequences and without end-of-document id. A bad
+    document is skipped under all keys. An exception leaves no file under its final name. The state is saved every
+    `SAVE_SECONDS`, and the same plan continues from there. ``check`` is called between blocks until the files are
+    renamed to their final names; its exceptions end the work.
 
     Raises:
         DataError: if a document is invalid, or there is none. No file is left under its final name.
@@ -403,7 +430,14 @@ def write_dataset(
         inputs, manifest = InputRecords(state.inputs), _describe(plan, tokenizer, engine, transforms)
         writers = [
             stack.enter_context(
-                IndexedDatasetWriter(output_prefix(plan.prefix, key), dtype, extra_files, written, names, manifest)
+                IndexedDatasetWriter(
+                    output_prefix(plan.prefix, key, plan.sentences is not None),
+                    dtype,
+                    extra_files,
+                    written,
+                    names,
+                    manifest,
+                )
             )
             for key, written in zip(plan.keys, state.written)
         ]
@@ -414,7 +448,7 @@ def write_dataset(
             state.inputs = inputs.records
             publish_file(state_path, json.dumps(asdict(state)).encode())
 
-        state_path = RunState.path(plan.prefix, plan.keys)
+        state_path = RunState.path(plan.prefix, plan.keys, plan.sentences is not None)
         next_save = time.monotonic() + SAVE_SECONDS
         files, start = plan.files[state.files :], 0 if state.files else plan.start
         unread = split_into_blocks(
@@ -437,9 +471,9 @@ def write_dataset(
                 origins["row"] += report.lines_before(block)
             found = result.documents + result.bad + sum(result.dropped.values()) + len(block.dropped)
             report.add(block, result.lines, found, result.described, result.bad)
-            for writer, column in zip(writers, result.columns):
+            for writer, column, counts in zip(writers, result.columns, result.sequences or [None] * len(writers)):
                 writer.add_origins(origins)
-                writer.add_documents(*column)
+                writer.add_documents(*column, counts)
             totals.stored_bytes += block.stored
             totals.documents += result.documents
             totals.empty += result.empty

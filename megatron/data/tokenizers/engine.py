@@ -154,7 +154,7 @@ def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> EncodedBatch:
         UnicodeError: if one is not Unicode text.
         DataError: if gigatoken fails for another reason.
     """
-    if not all(isinstance(text, bytes) for text in texts):
+    if set(map(type, texts)) - {bytes}:
         texts = [text.decode() if isinstance(text, bytes) else text for text in texts]
     try:
         with convert_library_errors(DataError, "gigatoken cannot encode these texts", f"--engine {OWN_LIBRARY}"):

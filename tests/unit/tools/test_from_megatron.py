@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shlex
 import subprocess
@@ -13,6 +15,7 @@ import pytest
 
 from megatron.arguments.cli import parse
 from tests.unit.convert.megatron_lm import unpack
+from tests.unit.data.pairs import write
 from tools import from_megatron
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128"
@@ -180,6 +183,43 @@ def test_a_configuration_of_gpt_neox(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert from_megatron.main([str(file)]) == 0
     rows, _ = translated(capsys.readouterr().out)
     assert rows["gpt_j_residual: True"] == "mapped      --parallel-attention"
+
+
+def test_weighted_data_of_gpt_neox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, documents in {"a": 6, "b": 3, "c": 1}.items():
+        write(tmp_path / name, [[1, 2]] * documents)
+
+    def blends(**settings: object) -> dict[str, tuple[str, ...]]:
+        text = (
+            NEOX.replace("GPTJ", "false").rstrip().removesuffix("}") + f', "split": "9,1", {json.dumps(settings)[1:]}'
+        )
+        (tmp_path / "x.yml").write_text(text)
+        assert from_megatron.main([str(tmp_path / "x.yml")]) == 0
+        _, flags = translated(capsys.readouterr().out)
+        data = parse([*flags, "--vocab-size", "300", "--world-size", "16", "--check-config"], {}).config.data
+        assert (data.data_path, data.split) == ((), None)
+        return {split: getattr(data, f"{split}_data_path") for split in ("train", "valid", "test")}
+
+    given: dict[str, object] = {"train-data-paths": ["a", "b", "c"], "train-data-weights": [5, 1.5, 2]}
+    others = {"valid-data-paths": ["c", "a"], "test-data-paths": ["b"]}
+    expected = {"train": ("5", "a", "1.5", "b", "2", "c"), "valid": ("1.0", "c", "1.0", "a"), "test": ("1.0", "b")}
+    assert blends(**given, **others) == expected
+    found = blends(**given, **others, weight_by_num_documents=True, weighted_sampler_alpha=0.5)
+    # p = .6, .3, .1: sqrt(p) / sum sqrt(p) * (1 - p), normalised
+    roots = [math.sqrt(p) * (1 - p) for p in (0.6, 0.3, 0.1)]
+    assert [float(w) for w in found["train"][::2]] == pytest.approx([root / sum(roots) for root in roots])
+    assert found["test"] == ("1.0", "b")
+    found = blends(**given, **others, weight_by_num_documents=True)
+    products = [p * (1 - p) for p in (0.6, 0.3, 0.1)]
+    assert [float(w) for w in found["train"][::2]] == pytest.approx([x / sum(products) for x in products])
+    (tmp_path / "x.yml").write_text(
+        NEOX.replace("GPTJ", 'false, "train_data_paths": ["a"], "train_data_weights": [1, 2]')
+    )
+    assert from_megatron.main([str(tmp_path / "x.yml")]) == 2
+    assert "train_data_weights has 2 numbers for the 1 of train_data_paths" in capsys.readouterr().err
 
 
 def test_another_yaml_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

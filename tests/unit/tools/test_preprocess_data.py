@@ -205,7 +205,7 @@ def test_flags_without_effect_are_taken_and_stated(
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--split-sentences", "sentences are for BERT and T5"),
+        ("--trust-remote-code", REFUSED_FLAGS["--trust-remote-code"]),
         ("--max-documents=5", REFUSED_FLAGS["--max-documents"]),
         ("--workers=0", "--workers is 0, must be at least 1"),
     ],

@@ -10,12 +10,26 @@ import numpy as np
 import pytest
 
 from megatron.checkpoint.format import Manifest
+from megatron.config.errors import UserError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training.loggers.run_folder import HistoryPoint
-from tests.kit.runs import FLAGS, Outcome, before_step, checkpoint, differences, kill, records, start, steps, tiny_run
+from tests.kit.runs import (
+    FLAGS,
+    Outcome,
+    before_step,
+    checkpoint,
+    differences,
+    kill,
+    records,
+    start,
+    steps,
+    tiny_phases,
+    tiny_run,
+)
 from tests.unit.checkpoint.samples import forge
 from tools import inspect_dataset
+from tools.diff_runs import open_samples, read_run
 from tools.lib.run_samples import RunSamples
 from tools.lib.spikes import find_spikes
 
@@ -58,6 +72,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
 def test_a_step_that_is_passed_over_consumes_its_samples_and_changes_nothing_else(tmp_path: Path) -> None:
     """Megatron-LM's numbers count from 1; the log has no line of the step alone."""
     flags = flags_of(tmp_path, "--save-interval 1 --skip-spikes 99 --spike-window 4 --eval-iters 1 --eval-interval 1")
+    flags += " --log-health-interval 3"
     plain = start(tiny_run(tmp_path / "plain", flags.replace("--split 1", "--split 8,2")))
     passed = tiny_run(
         tmp_path / "run", f"{flags.replace('--split 1', '--split 8,2')} --iterations-to-skip 3 6 --save {tmp_path}/s"
@@ -71,6 +86,7 @@ def test_a_step_that_is_passed_over_consumes_its_samples_and_changes_nothing_els
         assert all(np.array_equal(before[name].numpy(), after[name].numpy()) for name in before)
         assert now["consumed_samples"] == then["consumed_samples"] + 4
         assert now["spikes"] == then["spikes"]
+    assert not [line for line in records(tmp_path / "run", "iteration") if any(n.startswith("health/") for n in line)]
     lines = {line["iteration"]: line for line in records(tmp_path / "run")}
     assert sorted(lines) == [1, 2, 4, 5]
     assert lines[4]["skipped-iterations"] == [3]
@@ -91,7 +107,8 @@ def test_a_resumed_run_skips_more_of_what_lies_ahead(tmp_path: Path) -> None:
     assert refused.status == 2
     assert "E542 the samples 10:18 to skip have been consumed: this start continues at 18" in refused.err
     assert "--skip-samples 18:20" in refused.err
-    again = start(tiny_run(folder, f"{flags} --skip-samples 1:3 18:21"))
+    again = start(tiny_run(folder, f"{flags} --skip-samples 18:21"))  # what was skipped stays so
+    assert open_samples(read_run(folder)).skipped.to_list() == [1, 3, 18, 21]
     assert "skips 5 of the first 29 training samples, 3 of them ahead" in again.out
     plain = read(start(tiny_run(tmp_path / "plain", f"{flags.split(' --save ')[0]} --train-iters 8")))
     assert read(first, again) == [plain[place] for place in range(29) if place not in (1, 2, 18, 19, 20)]
@@ -134,6 +151,31 @@ def test_the_tool_shows_what_each_step_has_read(tmp_path: Path, capsys: pytest.C
     (facts,) = shown(capsys, "--step", "1", "--samples", "1", "--", *f"{FLAGS} {flags}".split())
     assert facts["place"] == 1
     assert not facts["checked"]
+
+
+def test_the_tool_shows_the_steps_of_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second phase has its own data, with places of their own; the third continues to read them."""
+    folder = tmp_path / "run"
+    flags = flags_of(tmp_path, "--position-embedding-type rope --max-position-embeddings 16").split()
+    long = {"seq_length": 16, "skip_samples": ["1:3"]}
+    phases: list[dict[str, Any]] = [
+        {"name": "main", "tokens": 64},
+        {"name": "long", "tokens": 128, **long},
+        {"name": "end", "tokens": 64, **long, "skip_samples": ["1:3", "11:12"], "lr": 1e-3},
+    ]
+    outcome = start(tiny_phases(folder, phases, " ".join(flags)))
+    assert (outcome.status, sorted(outcome.samples)) == (0, [1, 2, 3, 4, 5])
+    with pytest.raises(UserError, match="E340 --skip-samples with --phases"):
+        tiny_phases(folder, phases, " ".join([*flags, "--skip-samples", "1:3"]))
+    places = []
+    for step, samples in outcome.samples.items():
+        found = shown(capsys, "--run", str(folder), "--step", str(step), "--tokens", "99")
+        assert [facts["sample"] for facts in found] == [number for number, _ in samples]
+        for facts, (_, tokens) in zip(found, samples):
+            assert [i for part in facts["documents"] for i in part["ids"]][:-1] == [*tokens]
+            assert facts["checked"]
+        places += [facts["place"] for facts in found]
+    assert places == [*range(8), 0, *range(3, 11), *range(12, 15)]
 
 
 def test_the_tool_refuses_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

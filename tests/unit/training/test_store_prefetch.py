@@ -32,9 +32,9 @@ BLOCK = 1 << 18
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 20 blocks."""
+    """Documents of 80 blocks, more than a short run reads."""
     draw = np.random.default_rng(1)
-    return write(tmp_path_factory.mktemp("pair") / "words", draw.integers(0, 31, (20, BLOCK // 2)))
+    return write(tmp_path_factory.mktemp("pair") / "words", draw.integers(0, 31, (80, BLOCK // 2)))
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_blocks_are_fetched_before_they_are_read(pair: Path, store: Store, tmp_p
 
     cut = "--split 9,1 --eval-iters 2 --eval-interval 4"
     with before_step(1, wait):
-        remote = run(tmp_path / "a", f"--data-path {URI} {cut}", str(tmp_path / "cache"))
+        remote = run(tmp_path / "a", f"--data-path {URI} {cut}", str(tmp_path / "cache"), blocks=256)
     assert remote.status == 0, remote.err
     assert len(records(tmp_path / "a", "lm loss validation")) == 2
 
