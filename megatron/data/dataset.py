@@ -109,6 +109,10 @@ class Dataset(Protocol):
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read from each source; empty for generated data."""
 
+    def planned_usage(self, samples: int) -> tuple[SourceUsage, ...]:
+        """Return `source_usage` within a sample of each source and stage, without reading the order up to there."""
+        return self.source_usage(samples)
+
     @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the content of the samples, independent of paths and of the number of samples."""
@@ -118,7 +122,7 @@ class Dataset(Protocol):
 
     def describe(self, tokens: int) -> str:
         """Describe the sources of the first ``tokens`` tokens, one line per source."""
-        return "\n".join(map(str, self.source_usage(tokens // self.seq_length)))
+        return "\n".join(map(str, self.planned_usage(tokens // self.seq_length)))
 
 
 class Piece(NamedTuple):

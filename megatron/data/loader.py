@@ -225,7 +225,7 @@ class DataSource:
         for name, count in self.used.items():
             dataset = self.datasets[name]
             title = f"{split_heading(name)}{count:,} samples"
-            usage = sorted(dataset.source_usage(count), key=lambda source: -source.tokens)
+            usage = sorted(dataset.planned_usage(count), key=lambda source: -source.tokens)
             if len(usage) <= 1:
                 lines.append(f"{title}, {dataset.describe(count * self.seq_length)}")
                 continue
@@ -502,7 +502,7 @@ def build_data(
             planned_text, added_text = (" + ".join(f"{n:,}" for n in counts) for counts in (before, added))
             text = f"the {split_label(name)} data were planned for {planned_text} samples; {added_text} more follow"
             extended.append(text)
-    usage = datasets["train"].source_usage(used["train"]) if "train" in datasets else ()
+    usage = datasets["train"].planned_usage(used["train"]) if "train" in datasets else ()
     most_read = max(usage, key=lambda source: source.epochs, default=None)
     notes = (
         None if most_read is None else note_many_epochs(most_read.source, most_read.epochs),

@@ -295,6 +295,17 @@ class MixtureDataset(Dataset):
         read = (counts * self.seq_length).tolist()
         return tuple(SourceUsage(stream.name, tokens, stream.tokens) for stream, tokens in zip(self.streams, read))
 
+    def planned_usage(self, samples: int) -> tuple[SourceUsage, ...]:
+        """See `Dataset.planned_usage`: the shares of the samples."""
+        counts = [0] * len(self.streams)
+        for plan, start in zip(self.plans, self._starts):
+            taken = min(max(samples - start, 0), plan.samples)
+            counts = [n + round(taken * count / plan.samples) for n, count in zip(counts, plan.counts)]
+        return tuple(
+            SourceUsage(stream.name, count * self.seq_length, stream.tokens)
+            for stream, count in zip(self.streams, counts)
+        )
+
     def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Hash the source and the first token of each of the samples ``places [n]``."""
         source, begin = self.places(places)

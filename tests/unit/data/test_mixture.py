@@ -161,6 +161,8 @@ def test_usage_counts_the_samples_of_each_source(tmp_path: Path) -> None:
     for samples in (0, 1, 16, 33, 50, 99, 100):
         expected = [6 * int((sources[:samples] == k).sum()) for k in range(3)]
         assert [usage.tokens for usage in dataset.source_usage(samples)] == expected
+        planned = [usage.tokens for usage in dataset.planned_usage(samples)]
+        assert all(abs(a - b) <= 6 * 3 for a, b in zip(planned, expected))  # a sample of each stage
 
 
 def test_hashes_tell_samples_seeds_and_sources_apart(tmp_path: Path) -> None:
