@@ -21,7 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 from megatron.arguments.compatibility import role_of
-from megatron.arguments.sources import build_config, from_dict, from_mapping
+from megatron.arguments.sources import build_config, from_mapping
 from megatron.config.errors import UserError
 from megatron.config.files import TABLE_FILE_BYTES, parse_json, parse_yaml, read_small
 from megatron.config.option import Role
@@ -29,7 +29,7 @@ from megatron.config.settings import SETTINGS
 from megatron.config.text import echo
 from megatron.data.dataset import DIGEST_BLOCK
 from megatron.data.errors import DataError
-from megatron.data.loader import DataSource, build_data, find_source
+from megatron.data.loader import DataSource, find_source
 from megatron.training.loggers.run_folder import (
     CONFIG_FILE,
     DATA_FILE,
@@ -38,6 +38,7 @@ from megatron.training.loggers.run_folder import (
     METRICS_FILE,
     read_history,
 )
+from tools.lib.run_samples import DIGEST_MODULUS, SAMPLES_DIGEST, read_starts
 
 EQUAL, DIFFERENT, UNREADABLE = 0, 1, 2
 """Exit statuses."""
@@ -45,7 +46,6 @@ EQUAL, DIFFERENT, UNREADABLE = 0, 1, 2
 FACT_FILES = (ENVIRONMENT_FILE, DATA_FILE)
 """Files that may explain a difference, but are not one."""
 
-SAMPLES_DIGEST = "samples-digest"
 EXACT = ("consumed-samples", "batch-size")
 CLOSE = ("learning-rate", "weight-decay", "loss-scale", "grad-norm")
 OF_ALL_STEPS = ("skipped-iterations", "lm loss")
@@ -243,16 +243,12 @@ def open_samples(run: RunFolder) -> DataSource:
     """
     if run.options is None:
         raise DataError(run.missing[0])
-    known: dict[str, Any] = {name: value for name, value in run.options.items() if name in SETTINGS}
-    config = from_dict(known)
-    replicas = config.parallel.data_parallel_size(int(run.facts.get("world_size", 1)))
-    laid_out = run.facts.get("train.laid_out_for_samples")  # one length per extension of the run
-    segments = {"train": laid_out} if laid_out else None
-    data = build_data(config.data, config.training, config.model.vocab, replicas, ("train",), segments)
+    start = next(read_starts(run.folder))
+    data, origin = start.open(), start.origin
     last = run.lines[max(run.lines)] if run.lines else {}
     digest = last.get(SAMPLES_DIGEST)
-    samples = int(last.get("consumed-samples", 0))
-    if digest is not None and f"{data.digest('train', 0, samples):016x}" != digest:
+    read = origin.read + int(last.get("consumed-samples", origin.samples)) - origin.samples
+    if digest is not None and f"{(origin.digest + data.digest('train', 0, read)) % DIGEST_MODULUS:016x}" != digest:
         raise DataError(
             f"the training data that {run.folder} names are not those that it has read, or come in another order; "
             "have files changed since?"

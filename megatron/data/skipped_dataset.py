@@ -48,8 +48,8 @@ class PlaceRanges:
         separate = np.flatnonzero(table[1:, 0] > ends[:-1])
         self.begins: NDArray[np.int64] = table[np.append(0, separate + 1), 0] if len(table) else table[:, 0]
         self.ends: NDArray[np.int64] = ends[np.append(separate, len(table) - 1)] if len(table) else ends
-        self._skipped = np.cumsum(self.ends - self.begins)  # places in the ranges up to each
-        self._kept = self.begins - (self._skipped - (self.ends - self.begins))  # places before each, not in a range
+        self._skipped = np.append(0, np.cumsum(self.ends - self.begins))  # places in the ranges before each
+        self._kept = self.begins - self._skipped[:-1]  # places before each, not in a range
 
     @classmethod
     def of_places(cls, places: NDArray[np.int64]) -> Self:
@@ -94,8 +94,7 @@ class PlaceRanges:
 
     def places(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the places ``[n]`` of what is left, by number ``[n]``."""
-        before = np.searchsorted(self._kept, numbers, side="right")
-        return numbers + np.append(0, self._skipped)[before]
+        return numbers + self._skipped[np.searchsorted(self._kept, numbers, side="right")]
 
     def end(self, samples: int) -> int:
         """Return the place after the first ``samples`` places that are left."""
@@ -108,9 +107,10 @@ class SkippedDataset(Dataset):
     def __init__(self, dataset: Dataset, skipped: PlaceRanges) -> None:
         self.dataset, self.skipped = dataset, skipped
         self.seq_length = dataset.seq_length
+        self._kept = len(dataset) - skipped.count(0, len(dataset))
 
     def __len__(self) -> int:
-        return len(self.dataset) - self.skipped.count(0, len(self.dataset))
+        return self._kept
 
     def place(self, i: int) -> int:
         """Return the place of sample ``i`` in the dataset."""

@@ -52,7 +52,7 @@ from megatron.data.preprocess.workers import WorkerPool
 WORK_NAME = "work.part"  # folder of the unfinished work
 MAX_DESCRIBED = 20  # bad documents of a block described; the others are only counted
 RUN_SECONDS = 60.0  # after which a run is written, however few documents it has
-CHUNK = 1 << 18  # documents or pairs processed at once
+CHUNK = 1 << 14  # documents or pairs processed at once
 
 KEYED = np.dtype([("key", "<u8"), ("document", "<u8")])
 PAIR = np.dtype([("first", "<u8"), ("document", "<u8")])

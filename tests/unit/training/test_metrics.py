@@ -131,6 +131,16 @@ def test_a_window_becomes_one_record(clock: Clock) -> None:
     assert record["tokens-per-second"] == (2 + 4 + 6) * 10 / 6.0
 
 
+def test_a_step_that_was_not_computed_has_no_part_in_speed_and_last_values(clock: Clock) -> None:
+    window = MetricsWindow(CPU, seq_length=10)
+    window.add(step(4.0, grad_norm=0.5), samples=2)
+    window.add(StepMetrics.of_nothing(torch.tensor(1.0), ()), samples=4, computed=False)
+    clock.now += 5.0
+    record = read(window, 8)
+    assert (record["lm loss"], record["grad-norm"], record["tokens-per-second"]) == (4.0, 0.5, 4.0)
+    assert (record["skipped-iterations"], record["spikes-skipped"], window.computed) == ([8], 0, 0)
+
+
 def test_reading_starts_a_new_window_and_spikes_are_skips_with_a_finite_gradient(clock: Clock) -> None:
     window = MetricsWindow(CPU, seq_length=1)
     window.add(step(1.0), samples=1)

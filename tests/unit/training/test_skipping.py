@@ -29,6 +29,7 @@ from tests.kit.runs import (
 )
 from tests.unit.checkpoint.samples import forge
 from tools import inspect_dataset
+from tools.diff_runs import open_samples, read_run
 from tools.lib.run_samples import RunSamples
 from tools.lib.spikes import find_spikes
 
@@ -71,6 +72,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
 def test_a_step_that_is_passed_over_consumes_its_samples_and_changes_nothing_else(tmp_path: Path) -> None:
     """Megatron-LM's numbers count from 1; the log has no line of the step alone."""
     flags = flags_of(tmp_path, "--save-interval 1 --skip-spikes 99 --spike-window 4 --eval-iters 1 --eval-interval 1")
+    flags += " --log-health-interval 3"
     plain = start(tiny_run(tmp_path / "plain", flags.replace("--split 1", "--split 8,2")))
     passed = tiny_run(
         tmp_path / "run", f"{flags.replace('--split 1', '--split 8,2')} --iterations-to-skip 3 6 --save {tmp_path}/s"
@@ -84,6 +86,7 @@ def test_a_step_that_is_passed_over_consumes_its_samples_and_changes_nothing_els
         assert all(np.array_equal(before[name].numpy(), after[name].numpy()) for name in before)
         assert now["consumed_samples"] == then["consumed_samples"] + 4
         assert now["spikes"] == then["spikes"]
+    assert not [line for line in records(tmp_path / "run", "iteration") if any(n.startswith("health/") for n in line)]
     lines = {line["iteration"]: line for line in records(tmp_path / "run")}
     assert sorted(lines) == [1, 2, 4, 5]
     assert lines[4]["skipped-iterations"] == [3]
@@ -104,7 +107,8 @@ def test_a_resumed_run_skips_more_of_what_lies_ahead(tmp_path: Path) -> None:
     assert refused.status == 2
     assert "E542 the samples 10:18 to skip have been consumed: this start continues at 18" in refused.err
     assert "--skip-samples 18:20" in refused.err
-    again = start(tiny_run(folder, f"{flags} --skip-samples 1:3 18:21"))
+    again = start(tiny_run(folder, f"{flags} --skip-samples 18:21"))  # what was skipped stays so
+    assert open_samples(read_run(folder)).skipped.to_list() == [1, 3, 18, 21]
     assert "skips 5 of the first 29 training samples, 3 of them ahead" in again.out
     plain = read(start(tiny_run(tmp_path / "plain", f"{flags.split(' --save ')[0]} --train-iters 8")))
     assert read(first, again) == [plain[place] for place in range(29) if place not in (1, 2, 18, 19, 20)]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -284,6 +287,60 @@ def test_the_memory_of_merging_does_not_grow_with_the_corpus(tmp_path: Path) -> 
         tracemalloc.stop()
         assert pairs > documents * 0.09
     assert peaks[1] < 1.2 * peaks[0] < 1 << 20
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (700 << 20, 700 << 20))
+from tools.deduplicate import main
+status = main(sys.argv[1:])
+print(next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith("VmHWM")))
+sys.exit(status)
+"""
+
+
+@pytest.mark.slow
+def test_the_memory_of_the_tool_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    """Ten times the documents, in 700 MiB of address space, most of it libraries, take at most 20 % more memory."""
+    peaks = []
+    for documents in (12_000, 120_000):
+        file = write_lines(tmp_path / f"{documents}.jsonl", corpus(documents))
+        flags = [
+            "--input",
+            str(file),
+            "--output",
+            str(tmp_path / f"list{documents}"),
+            "--workers",
+            "1",
+            "--memory",
+            "1",
+        ]
+        command = [sys.executable, "-c", LIMITED, *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout.splitlines()[-1]))
+    assert peaks[1] < 1.2 * peaks[0] < 200, peaks
+
+
+@pytest.mark.slow
+def test_the_recipe_on_datatrove_keeps_the_same_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many of each cluster; its tokenizer, spaCy, is replaced by white space."""
+    from datatrove.pipeline.dedup import minhash
+
+    monkeypatch.setattr(minhash, "load_word_tokenizer", lambda _: SimpleNamespace(word_tokenize=str.split))
+    recipe = importlib.import_module("examples.datatrove_pipeline")
+    draw = Random(4)
+    texts = [" ".join(letters(draw.randrange(10**6)) for _ in range(60)) for _ in range(30)]
+    texts += [text.capitalize() + "!" for text in texts[:12]]
+    files = [write_lines(tmp_path / "raw" / f"{number}.jsonl", texts[number::2]) for number in range(2)]
+    flags = f"--output {tmp_path}/clean --tasks 2 --workers 1 --bands 3 --quality none"
+    assert recipe.main(["--input", str(tmp_path / "raw"), *flags.split()]) == 0
+    kept = []
+    for file in (tmp_path / "clean/text").iterdir():
+        kept += [json.loads(line)["text"] for line in gzip.decompress(file.read_bytes()).splitlines()]
+    assert sorted(" ".join(normalize(text)) for text in kept) == sorted(" ".join(normalize(t)) for t in texts[:30])
+    options = DeduplicationOptions(files, ("text",), tmp_path / "list", MinHashOptions(bands=3))
+    assert deduplicate(options)["dropped"] == len(texts) - len(kept)
 
 
 # --- the tool, and preprocessing without the documents of the list ---
