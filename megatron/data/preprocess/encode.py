@@ -114,6 +114,11 @@ class EncodedBlock(NamedTuple):
     checksums: tuple[bytes, ...]  # of the lines, or of each plain file
     differs: BadDocument | None  # set if engine and tokenizer disagree
 
+    @property
+    def found(self) -> int:
+        """Documents that were read."""
+        return self.documents + self.bad + sum(self.dropped.values())
+
 
 class BlockEncoder:
     """Encode blocks one after the other."""
@@ -428,18 +433,10 @@ def write_dataset(
         report = BadDocumentReport(plan.skip_bad, progress.message, state.bad)
         names = [plan.names.get(str(file), str(file)) for file in plan.files]
         inputs, manifest = InputRecords(state.inputs), _describe(plan, tokenizer, engine, transforms)
+        prefixes = [output_prefix(plan.prefix, key, plan.sentences is not None) for key in plan.keys]
         writers = [
-            stack.enter_context(
-                IndexedDatasetWriter(
-                    output_prefix(plan.prefix, key, plan.sentences is not None),
-                    dtype,
-                    extra_files,
-                    written,
-                    names,
-                    manifest,
-                )
-            )
-            for key, written in zip(plan.keys, state.written)
+            stack.enter_context(IndexedDatasetWriter(prefix, dtype, extra_files, written, names, manifest))
+            for prefix, written in zip(prefixes, state.written)
         ]
 
         def save() -> None:
@@ -469,19 +466,12 @@ def write_dataset(
             origins["file"] += state.files
             if isinstance(block, LineBlock):
                 origins["row"] += report.lines_before(block)
-            found = result.documents + result.bad + sum(result.dropped.values()) + len(block.dropped)
-            report.add(block, result.lines, found, result.described, result.bad)
+            report.add(block, result.lines, result.found + len(block.dropped), result.described, result.bad)
             for writer, column, counts in zip(writers, result.columns, result.sequences or [None] * len(writers)):
                 writer.add_origins(origins)
                 writer.add_documents(*column, counts)
-            totals.stored_bytes += block.stored
-            totals.documents += result.documents
-            totals.empty += result.empty
-            totals.text_bytes += result.text_bytes
-            totals.bad = report.count
-            dropped = Counter(result.dropped) + Counter({DROP_LIST: len(block.dropped)})
-            totals.dropped = dict(sorted((Counter(totals.dropped) + dropped).items()))
-            totals.tokens = sum(writer.num_tokens for writer in writers)
+            _count(totals, block, result)
+            totals.bad, totals.tokens = report.count, sum(writer.num_tokens for writer in writers)
             state.add(block)
             progress.update(totals)
             if time.monotonic() >= next_save:
@@ -498,6 +488,16 @@ def write_dataset(
         publish_all(writers)
         state_path.unlink()
     return totals, engine
+
+
+def _count(totals: PreprocessTotals, block: Block, result: EncodedBlock) -> None:
+    """Add a block to the totals."""
+    totals.stored_bytes += block.stored
+    totals.documents += result.documents
+    totals.empty += result.empty
+    totals.text_bytes += result.text_bytes
+    dropped = Counter(result.dropped) + Counter({DROP_LIST: len(block.dropped)})
+    totals.dropped = dict(sorted((Counter(totals.dropped) + dropped).items()))
 
 
 def _check_unchanged(files: Sequence[InputFile], before: Sequence[os.stat_result | RemoteStat]) -> None:

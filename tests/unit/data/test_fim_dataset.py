@@ -251,13 +251,14 @@ def first_parts(dataset: Dataset, size: int, eod: int) -> dict[tuple[str, int], 
 def test_changes_depend_on_seed_epoch_and_document(tmp_path: Path, tokenizer: Tokenizer) -> None:
     parts = [corpus(tmp_path, tokenizer, salt)[0] for salt in ("", "b")]
     fim = fill(tokenizer, fim_rate=0.7)
-    alone, other = (built([parts[0]], fim, 30, "best-fit", seed) for seed in (1, 2))
-    blend = built(parts, fim, 120, "best-fit", weights=[1, 2])
+    alone, other = (built([parts[0]], fim, 1, "best-fit", seed) for seed in (1, 2))
+    blend = built(parts, fim, 2 * len(alone), "best-fit", weights=[1, 2])
     again = built([parts[0]], fim, 90, "best-fit")
     eod, source = tokenizer.eod, parts[0][0].prefix
-    of_alone, of_blend = first_parts(alone, len(alone), eod), first_parts(blend, 120, eod)
+    of_alone, of_blend = first_parts(alone, len(alone), eod), first_parts(blend, 2 * len(alone), eod)
     shared = [key for key in of_alone if key in of_blend]
-    assert len(shared) > 5
+    assert len(shared) > 3
+    assert [of_alone[key] for key in shared] == [of_blend[key] for key in shared]
     assert {source} == {name for name, _ in shared}
     one_epoch = len(alone)
     assert [ids_of(alone[i]) for i in range(one_epoch)] == [ids_of(again[i]) for i in range(one_epoch)]
@@ -269,6 +270,22 @@ def test_changes_depend_on_seed_epoch_and_document(tmp_path: Path, tokenizer: To
     later: NDArray[np.int64] = np.array([again.epoch_of(i) for i in range(len(again))])
     assert later.tolist() == sorted(later.tolist())
     assert later[0] == 0 < later[-1]
+
+
+def test_changes_do_not_depend_on_the_order(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """The same part of a document in another sample is changed as it is in the first."""
+    part, fim = corpus(tmp_path, tokenizer)[0], fill(tokenizer, fim_rate=0.7)
+    found: list[dict[tuple[int, int], list[int]]] = []
+    for size in (20, 300):
+        dataset, parts = built([part], fim, size), {}
+        assert isinstance(dataset, FimDataset)
+        for i in (i for i in range(len(dataset)) if dataset.epoch_of(i) == 0):
+            documents = documents_in(ids_of(dataset[i]), tokenizer.eod)
+            parts |= {(span.sequence, span.offset): ids for span, ids in zip(dataset.spans(i), documents[:-1])}
+        found.append(parts)
+    shared = {*found[0]} & {*found[1]}
+    assert len(shared) > 5
+    assert [found[0][key] for key in shared] == [found[1][key] for key in shared]
 
 
 def test_tokens_that_the_tokenizer_lacks(tokenizer: Tokenizer) -> None:
