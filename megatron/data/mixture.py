@@ -339,21 +339,8 @@ class MixtureSegmentBuilder:
             plans = [StagePlan(stage, length, split_samples(stage, num_samples, length, once), last.ends)]
         else:
             tokens, slack = num_samples * length, self.batch * length
-            plans = plan_stages(self.mixture, tokens, length, once, self._consumed(tokens, slack, once), slack)
+            plans = plan_stages(self.mixture, tokens, length, once, self.origin.sources, slack)
         return MixtureDataset(self.streams, [plan for plan in plans if plan.samples], self.fingerprint)
-
-    def _consumed(self, tokens: int, slack: int, once: Mapping[str, int]) -> Mapping[str, int]:
-        """Return the tokens of each source that were read before the first sample of these data.
-
-        The phase may continue the data of the one before: then some of them were read before its origin.
-        """
-        consumed = {name: self.origin.sources.get(name, 0) for name in once}
-        if self.origin.read == 0:
-            return consumed
-        plans = plan_stages(self.mixture, tokens, self.seq_length, once, {}, slack)
-        data = MixtureDataset(self.streams, plans, "")
-        read = {usage.source: usage.tokens for usage in data.source_usage(self.origin.read)}
-        return {name: consumed[name] - read[name] for name in once}
 
 
 def document_streams(

@@ -343,7 +343,8 @@ def next_origin(manifest: Manifest, config: RunConfig, world_size: int) -> Origi
     """Return the origin of a phase that begins with a checkpoint.
 
     The phase continues to read where the one before has stopped if its data are the same: files, sequence length, seed
-    and streams. Otherwise it reads its data from the beginning.
+    and streams. Otherwise it reads its data from the beginning. A mixture begins with its first stage, and continues
+    each source.
 
     Raises:
         DataError: if the data of the phase cannot be opened.
@@ -355,7 +356,7 @@ def next_origin(manifest: Manifest, config: RunConfig, world_size: int) -> Origi
     fingerprint = data_fingerprints(config, world_size)["train"]
     same = then.training.seed == config.training.seed and then.diloco.streams == config.diloco.streams
     sources = data.get("sources", {})
-    if same and data["fingerprints"].get("train") == fingerprint:
+    if same and config.data.data_mixture is None and data["fingerprints"].get("train") == fingerprint:
         read = before.read + samples - before.samples
         return Origin(iteration, samples, tokens, read, before.digest, sources)
     return Origin(iteration, samples, tokens, 0, int(data["digest"] or "0", 16), sources)
