@@ -463,24 +463,17 @@ def write_dataset(
             if result.differs is not None:
                 raise result.differs.of(report.lines_before(block))
             for number, digest in enumerate(result.checksums, state.files):
-                stored = block.stored if isinstance(block, LineBlock) else before[number].st_size
-                inputs.add(number, stored, digest)
+                inputs.add(number, block.stored if isinstance(block, LineBlock) else before[number].st_size, digest)
             origins = result.origins
             origins["file"] += state.files
-            if isinstance(block, LineBlock):
-                origins["row"] += report.lines_before(block)
+            origins["row"] += report.lines_before(block) if isinstance(block, LineBlock) else 0
             found = result.documents + result.bad + sum(result.dropped.values()) + len(block.dropped)
             report.add(block, result.lines, found, result.described, result.bad)
             for writer, column, counts in zip(writers, result.columns, result.sequences or [None] * len(writers)):
                 writer.add_origins(origins)
                 writer.add_documents(*column, counts)
-            totals.stored_bytes += block.stored
-            totals.documents += result.documents
-            totals.empty += result.empty
-            totals.text_bytes += result.text_bytes
+            _count(totals, block, result)
             totals.bad = report.count
-            dropped = Counter(result.dropped) + Counter({DROP_LIST: len(block.dropped)})
-            totals.dropped = dict(sorted((Counter(totals.dropped) + dropped).items()))
             totals.tokens = sum(writer.num_tokens for writer in writers)
             state.add(block)
             progress.update(totals)
@@ -493,11 +486,25 @@ def write_dataset(
         state.complete = True
         save()
         manifest["inputs"] = [*inputs.describe(names)]
-        manifest["dropped"] = dict(sorted((totals.dropped | ({"invalid": totals.bad} if totals.bad else {})).items()))
-        manifest["counts"] = {"text_bytes": totals.text_bytes}
+        manifest |= _describe_totals(totals)
         publish_all(writers)
         state_path.unlink()
     return totals, engine
+
+
+def _count(totals: PreprocessTotals, block: Block, result: EncodedBlock) -> None:
+    totals.stored_bytes += block.stored
+    totals.documents += result.documents
+    totals.empty += result.empty
+    totals.text_bytes += result.text_bytes
+    dropped = Counter(result.dropped) + Counter({DROP_LIST: len(block.dropped)})
+    totals.dropped = dict(sorted((Counter(totals.dropped) + dropped).items()))
+
+
+def _describe_totals(totals: PreprocessTotals) -> dict[str, Any]:
+    """Return the fields of the manifest that follow from the counts."""
+    invalid = {"invalid": totals.bad} if totals.bad else {}
+    return {"dropped": dict(sorted((totals.dropped | invalid).items())), "counts": {"text_bytes": totals.text_bytes}}
 
 
 def _check_unchanged(files: Sequence[InputFile], before: Sequence[os.stat_result | RemoteStat]) -> None:
