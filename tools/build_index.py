@@ -30,6 +30,7 @@ from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
 from megatron.data.index_cache import cache_entry_of
 from megatron.data.loader import DataSource, build_data
+from megatron.data.mixture import CACHED_ABOVE, MixtureDataset
 from megatron.training.resume_source import find_resume_source, position_of, stored_config
 from megatron.training.start import with_tokenizer
 
@@ -104,9 +105,21 @@ def table_rows(split: str, samples: Dataset, before: Collection[Identity]) -> It
             shown.add(id(dataset))
             numbers = len(dataset.part), dataset.tokens, dataset.epochs, len(dataset)
             yield (title, dataset.source, *(f"{n:,}" for n in numbers), *_kept(dataset.largest_table, before))
+        if isinstance(segment, MixtureDataset):
+            yield from mixture_rows(title, segment, before)
         if isinstance(segment, BlendedDataset):
             name = f"blend of {len(segment.datasets)}"
             yield (title, name, "", "", "", f"{len(segment):,}", *_kept(segment.dataset_index, before))
+
+
+def mixture_rows(title: str, samples: MixtureDataset, before: Collection[Identity]) -> Iterator[TableRow]:
+    """Yield the rows of the sources of a mixture, of the epoch that each begins in; small ones need no table."""
+    plan = samples.plans[0]
+    for stream, begin in zip(samples.streams, plan.begins):
+        if stream.documents >= CACHED_ABOVE:
+            table = stream.token_sums(begin // stream.tokens)
+            numbers = f"{stream.documents:,}", f"{stream.tokens:,}", "1", ""
+            yield (title, stream.name, *numbers, *_kept(table, before))
 
 
 def _kept(table: NDArray[Any], before: Collection[Identity]) -> tuple[str, str]:

@@ -10,13 +10,16 @@ import argparse
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from megatron.checkpoint.durable_files import checksum
 from megatron.checkpoint.location import parse_location
-from megatron.checkpoint.object_store import RemotePath
 from megatron.data.errors import DataError
 from megatron.data.indexed_writer import DATASET_SUFFIXES
 from megatron.data.preprocess.remote import is_uri
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.object_store import RemotePath
 
 UPLOAD_BYTES = 8 << 20
 

@@ -154,6 +154,7 @@ def take_phases(
     world, configs, goodput = stop.world, [phase.config for phase in plan], Goodput(startup.began)
     if len(plan) > 1:
         notes = [*notes, *describe_plan(plan, world.size)]
+    taken = None  # the last phase that this start has completed
     earlier = ResumeSource()  # checkpoints of phases before, if those of a later one turned out to be damaged
     while True:
         with refuse_start_on_error(), PeerWatchdog(world):
@@ -162,6 +163,8 @@ def take_phases(
             if configs[0].training.phases is not None:
                 choice = choose_phase(configs, source, world.size, partial(read_phase_together, world=world))
         place = choice.place
+        if place == taken:
+            raise RuntimeError(f"the phase {plan[place].name} has taken its steps, and its checkpoint does not show it")
         phase = replace(plan[place], notes=(*notes, *plan_notes(plan, place), *plan[place].notes))
         try:
             status, trainer = build_and_train(
@@ -182,7 +185,7 @@ def take_phases(
         del trainer  # before the next one takes its memory
         free_memory(stop.device)
         earlier, notes, startup = ResumeSource(), (), StartupTimer()
-        goodput.continues = True
+        goodput.continues, taken = True, place
 
 
 def read_phase_together(path: Location, world: Group) -> PhaseFacts | None:

@@ -488,9 +488,8 @@ def write_dataset(
                 save()
                 next_save = time.monotonic() + SAVE_SECONDS
         _check_unchanged(plan.files, before)
-        if not totals.tokens and plan.shard is None:
-            lost = f"{totals.documents:,} are empty, {sum(totals.dropped.values()):,} were dropped"
-            raise DataError(f"no document of the input has text: {lost}", "another --input")
+        if plan.shard is None:
+            _check_text(totals)
         state.complete = True
         save()
         manifest["inputs"] = [*inputs.describe(names)]
@@ -506,6 +505,12 @@ def _check_unchanged(files: Sequence[InputFile], before: Sequence[os.stat_result
         new = current_stat(file)
         if (new.st_size, new.st_mtime_ns) != (old.st_size, old.st_mtime_ns):
             raise DataError(f"{file} was changed while it was read", "rerun when no process is writing it")
+
+
+def _check_text(totals: PreprocessTotals) -> None:
+    if not totals.tokens:
+        lost = f"{totals.documents:,} are empty, {sum(totals.dropped.values()):,} were dropped"
+        raise DataError(f"no document of the input has text: {lost}", "another --input")
 
 
 def _check_keys(plan: PreprocessOptions) -> None:

@@ -13,7 +13,6 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import xxhash
@@ -22,7 +21,7 @@ from megatron.checkpoint.durable_files import LockState, try_lock
 from megatron.config.files import FOLLOW_LINKS, OUTSIDE, add_links_flag, readable_files, walk_folders
 from megatron.config.text import echo, listed
 from megatron.data.errors import DataError
-from megatron.data.preprocess.remote import InputFile, RemoteFile, is_uri, list_remote
+from megatron.data.preprocess.remote import InputFile, RemoteFile, fits_pattern, is_uri, list_remote
 from megatron.data.preprocess.streams import READ_BYTES, compression_suffix
 from megatron.data.preprocess.tables import TABLE_SUFFIXES, hugging_face_files, saved_dataset_files
 
@@ -226,18 +225,6 @@ def _match(pattern: str, folder: Path, follow_links: bool, unread: list[str]) ->
     walk = walk_folders(folder, (), follow_links, unread)
     files = (Path(path, name) for path, _, names in walk for name in names)
     return [file for file in files if fits_pattern(file.relative_to(folder).parts, parts)]
-
-
-def fits_pattern(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return True if the parts of a path match those of a pattern, of which ``**`` matches any number."""
-    if not parts or not pattern:
-        return not parts and pattern in ((), ("**",))
-    if pattern[0] == "**" and fits_pattern(parts, pattern[1:]):
-        return True
-    is_hidden = parts[0].startswith(".") and not pattern[0].startswith(".")
-    if is_hidden or not fnmatchcase(parts[0], pattern[0]):
-        return False
-    return fits_pattern(parts[1:], pattern[pattern[0] != "**" :])
 
 
 def _ends_in(file: InputFile, wanted: tuple[str, ...]) -> bool:

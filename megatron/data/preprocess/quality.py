@@ -51,10 +51,11 @@ def load_quality_filter(name: str) -> QualityFilter:
         DataError: if the library is missing, or has no such options.
     """
     try:
+        import spacy  # noqa: F401  (of datatrove, which imports it at the first document)
         from datatrove.data import Document
         from datatrove.pipeline import filters
     except ImportError as error:
-        raise DataError(f"--quality {name} needs datatrove: {error}", QUALITY_FIX) from error
+        raise DataError(f"--quality {name} needs datatrove and spaCy: {error}", QUALITY_FIX) from error
     base, _, options = name.partition(":")
     try:
         given = dict(option.split("=", 1) for option in options.split(",") if option)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -101,8 +102,6 @@ def list_remote(name: str, is_wanted: Callable[[str], bool], exclude: Collection
     Raises:
         OSError: if the store fails.
     """
-    from megatron.data.preprocess.files import fits_pattern
-
     folder, *pattern = _split_pattern(name)
     if not pattern:
         try:
@@ -121,6 +120,18 @@ def list_remote(name: str, is_wanted: Callable[[str], bool], exclude: Collection
         if fits_pattern(parts, tuple(pattern)) if pattern else is_wanted(path) and not {*parts} & {*exclude}:
             found.append(RemoteFile(f"{base}/{path}", _stat_of(entry)))
     return sorted(found, key=lambda file: PurePosixPath(file.uri).parts)
+
+
+def fits_pattern(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return True if the parts of a path match those of a pattern, of which ``**`` matches any number."""
+    if not parts or not pattern:
+        return not parts and pattern in ((), ("**",))
+    if pattern[0] == "**" and fits_pattern(parts, pattern[1:]):
+        return True
+    is_hidden = parts[0].startswith(".") and not pattern[0].startswith(".")
+    if is_hidden or not fnmatchcase(parts[0], pattern[0]):
+        return False
+    return fits_pattern(parts[1:], pattern[pattern[0] != "**" :])
 
 
 def _split_pattern(name: str) -> list[str]:

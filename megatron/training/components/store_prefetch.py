@@ -64,12 +64,9 @@ class StorePrefetch(Component):
         component.fetches.start()
         return component
 
-    def on_step_taken(self, batches: object) -> None:
-        """Plan further; see :class:`Component`."""
-        self.fetches.move()
-
     def on_step_end(self, metrics: object) -> None:
-        """Stop the run if the store fails for the next steps; see :class:`Component`."""
+        """Plan further, and stop the run if the store fails for the next steps; see :class:`Component`."""
+        self.fetches.move()
         if not self.fetches.errors:
             return
         reader, place, iteration = self._trainer.reader, self._trainer.progress.place, self._trainer.iteration

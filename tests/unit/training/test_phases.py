@@ -82,7 +82,7 @@ def take_over(trainer: Trainer, before: Trainer | None) -> None:
 
 
 def test_phases_equal_trainers_that_take_over_state_by_hand(whole: Path) -> None:
-    expected, before = [], None
+    expected, before, digest = [], None, 0
     rates = iter(RATES)
     for phase, (first, last) in zip(phased(whole), ((0, 3), (3, 7), (7, 9))):
         trainer = build_trainer(phase.config, 0, 1)
@@ -93,6 +93,8 @@ def test_phases_equal_trainers_that_take_over_state_by_hand(whole: Path) -> None
             trainer.progress.iteration += 1
             trainer.progress.consumed_samples += trainer.reader.next_batch_size
         before = trainer
+        digest += trainer.data.digest("train", 0, trainer.consumed_samples)
+    assert column(whole, "samples-digest")[-1] == f"{digest % 2**64:016x}"
     assert column(whole, "lm loss") == pytest.approx(expected, rel=1e-13)
 
 
@@ -104,6 +106,7 @@ def test_tokens_steps_and_names_are_those_of_the_run(whole: Path) -> None:
     assert column(whole, "learning-rate") == pytest.approx([rate for rate, _ in RATES], rel=1e-12)
     assert column(whole, "weight-decay") == pytest.approx([decay for _, decay in RATES], rel=1e-12)
     assert column(whole, "starts") == [1] * 9
+    assert [phase.config.model.rotary_base for phase in phased(whole)] == [10000, 500000, 10000]
     assert len(set(column(whole, "run-id", "run-id"))) == 1
     _, state = checkpoint(whole / "saved/iter_0000009")
     assert state["phase"].pop("digest")
@@ -205,8 +208,10 @@ WAYS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+FAST = {"in parts that end with a phase"}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in FAST else pytest.mark.slow) for way in WAYS])
 def test_however_it_is_run_and_saved_the_phases_are_the_same(whole: Path, tmp_path: Path, way: str) -> None:
     flags, starts = WAYS[way]
     for number in range(starts):

@@ -110,7 +110,7 @@ def test_a_store_that_dies_stops_the_run_before_the_step_that_needs_it(
 ) -> None:
     """With a checkpoint of the step before; a later start goes on to the bit."""
     a, b = tmp_path / "a", tmp_path / "b"
-    assert run(a, f"--data-path {pair} --train-iters 60").status == 0
+    assert run(a, f"--data-path {pair} --train-iters 30").status == 0
 
     def die(trainer: Trainer) -> None:
         wait_for(lambda: fetches(trainer).done)
@@ -120,16 +120,16 @@ def test_a_store_that_dies_stops_the_run_before_the_step_that_needs_it(
     def settle(trainer: Trainer) -> None:
         wait_for(lambda: fetches(trainer).done or fetches(trainer).errors)
 
-    flags = f"--data-path {URI} --save {b} --train-iters 60"
+    flags = f"--data-path {URI} --save {b} --train-iters 30"
     with ExitStack() as events:
         events.enter_context(before_step(2, die))
-        for step in range(3, 60):
+        for step in range(3, 30):
             events.enter_context(before_step(step, settle))
         cut = run(b, flags, str(tmp_path / "cache"), blocks=16)
     assert cut.status == NO_DATA, cut.err
     assert "this step is the last one, because the data of the next one cannot be read: s3://" in cut.err
     taken = len(steps(b))
-    assert 2 < taken < 60
+    assert 2 < taken < 30
     assert f"saved {b}/iter_{taken:07d}" in cut.out
     store.fault = lambda request: None
     assert run(b, flags, str(tmp_path / "cache")).status == 0
