@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from megatron.config.errors import UserError
 from megatron.config.phases import Phase
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.training.start import read_start
+from tests.kit.runs import FLAGS as ALL_FLAGS
 from tests.kit.runs import (
     Outcome,
     before_step,
@@ -19,9 +25,11 @@ from tests.kit.runs import (
     start,
     steps,
     tiny_phases,
+    tiny_run,
 )
 
 FLAGS = "--position-embedding-type rope --set data.mock_data=false --vocab-size 500 --save-interval 2"
+FLAGS_OF_RUNS = ALL_FLAGS.replace("--train-iters 6", "")
 WEB, CODE = range(400), range(400, 480)
 
 
@@ -75,3 +83,36 @@ def test_phases_on_one_mixture_continue_its_sources(tmp_path: Path) -> None:
     assert differences(tmp_path / "parts/saved/iter_0000009", tmp_path / "whole/saved/iter_0000009") == []
     _, state = checkpoint(tmp_path / "whole/saved/iter_0000009")
     assert state["data"]["sources"] == {"web": 216, "code": 72}
+
+
+def test_a_run_made_longer_reads_no_source_too_often(tmp_path: Path) -> None:
+    """Of code, with 80 tokens, 6 steps read 48; half of what follows is code: the end of step 12 is 1.8 epochs."""
+    run, flags = tmp_path / "run", mixture(tmp_path, ", max_epochs: 1.8")
+    flags = f"{flags} --save {run}/saved"
+    assert start(tiny_run(run, flags)).status == 0
+    for iterations, status in ((13, 2), (12, 0)):
+        longer = f"{flags} --train-iters {iterations} --resume-mode new-schedule"
+        with nullcontext() if status == 0 else pytest.raises(UserError, match=r"code 2\.00 times"):
+            read_start(shlex.split(f"{ALL_FLAGS} {longer}"))
+            assert "both, longer" in "\n".join(read_start(shlex.split(f"{ALL_FLAGS} {longer} --check-config")).data)
+        outcome = start(tiny_run(run, longer))
+        assert outcome.status == status
+        assert ("the run reads code 2.00 times (160 tokens of 80)" in outcome.err) == (status == 2)
+    _, state = checkpoint(run / "saved/iter_0000012")
+    assert state["data"]["sources"]["code"] == 144
+
+
+def test_check_config_says_what_phases_will_skip(tmp_path: Path) -> None:
+    """The second phase reads the data of the first, which has 8 samples and skips 1 before them."""
+    data = f"{FLAGS} --split 1 --data-path {tmp_path}/web"
+    mixture(tmp_path)
+    phases = [{**PHASES[0], "skip_samples": ["2:3"]}, {**PHASES[1], "skip_samples": ["9:11", "15:16"]}]
+    plan = tiny_phases(tmp_path, phases, data)
+    flags = f"{FLAGS_OF_RUNS} {data} --save {tmp_path}/saved --phases {tmp_path}/phases.yaml --check-config"
+    planned = read_start(shlex.split(flags)).phases
+    (note,) = (line for line in planned[1].data if "skips" in line)
+    assert "skips 4 of the first 20 training samples, 3 of them ahead" in note
+    assert " ".join(note.split()) in " ".join(start(plan).out.split())
+    tiny_phases(tmp_path, [phases[0], {**PHASES[1], "skip_samples": ["8:11"]}], data)
+    with pytest.raises(UserError, match=r"phase p2: the samples 8:9 to skip have been consumed: this start .* at 9"):
+        read_start(shlex.split(flags.replace("/saved", "/another")))
