@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from megatron.arguments.cli import ParsedArguments
 from megatron.arguments.compatibility import compare_configs
-from megatron.arguments.sources import LENGTH_OPTIONS, to_dict
+from megatron.arguments.sources import LENGTH_OPTIONS, to_dict, without_groups
 from megatron.config.batch import (
     Origin,
     batch_size_stages,
@@ -162,7 +162,14 @@ def _entry(where: str, tree: Any, problems: list[Problem]) -> PhaseEntry:
     if tokens is None:
         sentence = f"{where} needs its length: a number of tokens above 0, also as 800B or 1.5T"
         problems.append(Problem(CODE, sentence, ("tokens: 100B",)))
-    flat = {key.rpartition(".")[2]: value for key, value in values.items()}
+    flat = dict[str, Any]()
+    for key, value in without_groups(values):
+        group, _, last = key.rpartition(".")
+        known = last in SETTINGS and (not group or SETTINGS[last].is_in(group))
+        option_name = last if known else key  # parsing refuses an unknown one
+        if option_name in flat:
+            problems.append(Problem(CODE, f"{where} sets {option_name} twice", (f"drop one {option_name}",)))
+        flat[option_name] = value
     for key in flat:
         option = SETTINGS[key].option if key in SETTINGS else None
         if key in (*RUN_LENGTHS, "phase_name"):
