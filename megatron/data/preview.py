@@ -81,7 +81,11 @@ def preview_data(
         masks = build_masks(config.data, known, config.model.vocab, prefix).describe()
         rows += [f"{'documents':<11}{masks}"] if masks else []
     skips = SampleSkips(
-        config.data, config.training.seq_length, (segments or {}).get(SKIPPED, ()), streams * consumed_samples
+        config.data,
+        config.training.seq_length,
+        (segments or {}).get(SKIPPED, ()),
+        streams * consumed_samples,
+        config.training.phase_name,
     )
     notes = skips.notes(tokens // config.training.seq_length)
     needed = {split: source for split, source in resolve_sources(config.data, read).items() if split in read}
