@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 
 from megatron.arguments.cli import parse
 from megatron.checkpoint.format import Manifest
+from megatron.config.batch import WHOLE_RUN, Origin
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.config.text import echo
@@ -81,14 +82,15 @@ def cache_folder(config: RunConfig) -> Path:
 def build_run_data(config: RunConfig, world_size: int) -> DataSource:
     """Build the datasets of a run with ``world_size`` ranks, from where it will start."""
     config = resolve_epochs(with_tokenizer(config), world_size)
-    origin = find_resume_source(config.checkpoint)
-    begin, segments = (0, 0), None
-    if origin.paths and origin.mode != "weights-only":
-        manifest = Manifest.open(origin.paths[0])
-        begin, segments = position_of(manifest), manifest.state["data"]["stretches"]
+    resumed = find_resume_source(config.checkpoint)
+    begin, segments, origin = (0, 0), None, WHOLE_RUN
+    if resumed.paths and resumed.mode != "weights-only":
+        manifest = Manifest.open(resumed.paths[0])
+        origin, segments = Origin.from_state(manifest.state), manifest.state["data"]["stretches"]
+        begin = origin.local(*position_of(manifest))
     vocab_size = resolve_vocab_size(config.data, config.model.vocab_size)
     ranks = config.parallel.data_parallel_size(world_size)
-    return build_data(config.data, config.training, vocab_size, ranks, segments=segments, begin=begin)
+    return build_data(config.data, config.training, vocab_size, ranks, segments=segments, begin=begin, origin=origin)
 
 
 def table_rows(split: str, samples: Dataset, before: Collection[Identity]) -> Iterator[TableRow]:

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 from megatron.config.text import counted, echo, shell_word
-from megatron.data.errors import DataError, ToolParser, run_tool
+from megatron.data.errors import DataError, StopSignal, ToolParser, run_tool
 from megatron.data.indexed_writer import (
     MergeInput,
     check_compatible,
@@ -22,6 +22,7 @@ from megatron.data.indexed_writer import (
     merge_datasets,
 )
 from megatron.data.progress import ByteProgress
+from megatron.data.remote_output import add_staging_flag, staged_output
 
 
 def build_parser() -> ToolParser:
@@ -38,6 +39,7 @@ def build_parser() -> ToolParser:
     )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the merged pair, no suffix")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
+    add_staging_flag(parser)
     parser.add_argument("--multimodal", action="store_true", help="refused: multimodal data are not supported")
     return parser
 
@@ -54,10 +56,24 @@ def main(argv: Sequence[str]) -> int:
     if args.multimodal:
         return parser.fail("--multimodal: multimodal data are not supported; merge text pairs only", 2)
     try:
-        check_not_existing((args.output_prefix,), args.overwrite)
+        staged = staged_output(args, argv)
+        if staged is not None:
+            staged.check_not_existing([""], args.overwrite)
+        is_merged = staged is not None and staged.is_complete([""])
+        if not is_merged:
+            check_not_existing((args.output_prefix,), args.overwrite)
     except DataError as error:
         return parser.fail(error, 2)
-    return run_tool(parser, lambda _: merge_and_report(args), args.output_prefix, "--output-prefix")
+
+    def run(stop: StopSignal) -> None:
+        if not is_merged:
+            merge_and_report(args)
+        if staged is not None:
+            staged.upload([""])
+        shown = args.output_prefix if staged is None else staged.uri
+        echo(f"for the next step, pretrain_gpt.py: --data-path {shell_word(shown)}")
+
+    return run_tool(parser, run, args.output_prefix, "--output-prefix")
 
 
 def merge_and_report(args: argparse.Namespace) -> None:
@@ -74,7 +90,6 @@ def merge_and_report(args: argparse.Namespace) -> None:
         merge_datasets(parts, args.output_prefix, meter.add)
     documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
     echo(f"pairs: {len(parts):,}, documents: {documents:,}, tokens: {tokens:,}")
-    echo(f"for the next step, pretrain_gpt.py: --data-path {shell_word(args.output_prefix)}")
 
 
 if __name__ == "__main__":

@@ -460,8 +460,7 @@ def write_dataset(
             if result.differs is not None:
                 raise result.differs.of(report.lines_before(block))
             for number, digest in enumerate(result.checksums, state.files):
-                stored = block.stored if isinstance(block, LineBlock) else before[number].st_size
-                inputs.add(number, stored, digest)
+                inputs.add(number, block.stored if isinstance(block, LineBlock) else before[number].st_size, digest)
             origins = result.origins
             origins["file"] += state.files
             if isinstance(block, LineBlock):
@@ -483,8 +482,7 @@ def write_dataset(
         state.complete = True
         save()
         manifest["inputs"] = [*inputs.describe(names)]
-        manifest["dropped"] = dict(sorted((totals.dropped | ({"invalid": totals.bad} if totals.bad else {})).items()))
-        manifest["counts"] = {"text_bytes": totals.text_bytes}
+        manifest |= _describe_totals(totals)
         publish_all(writers)
         state_path.unlink()
     return totals, engine
@@ -498,6 +496,12 @@ def _count(totals: PreprocessTotals, block: Block, result: EncodedBlock) -> None
     totals.text_bytes += result.text_bytes
     dropped = Counter(result.dropped) + Counter({DROP_LIST: len(block.dropped)})
     totals.dropped = dict(sorted((Counter(totals.dropped) + dropped).items()))
+
+
+def _describe_totals(totals: PreprocessTotals) -> dict[str, Any]:
+    """Return the fields of the manifest that follow from the counts."""
+    invalid = {"invalid": totals.bad} if totals.bad else {}
+    return {"dropped": dict(sorted((totals.dropped | invalid).items())), "counts": {"text_bytes": totals.text_bytes}}
 
 
 def _check_unchanged(files: Sequence[InputFile], before: Sequence[os.stat_result | RemoteStat]) -> None:

@@ -18,6 +18,7 @@ from megatron.checkpoint import object_store
 from megatron.data.preprocess.encode import PreprocessOptions
 from tests.unit.checkpoint.s3_server import Request, Store, serving, settings
 from tools import preprocess_data
+from tools.merge_datasets import main as merge
 from tools.preprocess_data import main
 
 COMPARED = ("bin", "idx", "tokens.json")
@@ -145,7 +146,7 @@ def test_token_files_are_uploaded_when_they_are_complete(
     store.fault = fault
     assert main(command) == 1
     assert "the upload of s3://bucket/out/corpus_text_document.idx failed" in capsys.readouterr().err
-    assert "idx" not in written(store)
+    assert {*written(store)} == {"bin", "origins", "manifest.json", "tokens.json"}  # the index comes last
     store.fault = lambda request: None
     assert main(command) == 0  # uploads what lies on the disk
     assert {suffix: written(store)[suffix] for suffix in COMPARED} == files(tmp_path / "disk")
@@ -155,3 +156,12 @@ def test_token_files_are_uploaded_when_they_are_complete(
     assert "s3://bucket/out/corpus_text_document.idx is there already" in capsys.readouterr().err
     assert main([*command, "--overwrite"]) == 0
     assert "--data-path s3://bucket/out/corpus_text_document" in capsys.readouterr().out
+    merged = [
+        "--input",
+        str(tmp_path / "disk_text_document"),
+        "--output-prefix",
+        "s3://bucket/out/corpus_text_document",
+    ]
+    assert merge([*merged, "--overwrite", *flags[:2]]) == 0
+    assert {suffix: written(store)[suffix] for suffix in COMPARED} == files(tmp_path / "disk")
+    assert b'"steps": []' in written(store)["manifest.json"]
