@@ -11,12 +11,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from megatron.arguments.cli import ParsedArguments
 from megatron.arguments.compatibility import compare_configs
-from megatron.arguments.sources import LENGTH_OPTIONS, to_dict
+from megatron.arguments.sources import LENGTH_OPTIONS, to_dict, without_groups
 from megatron.config.batch import (
     Origin,
     batch_size_stages,
@@ -34,6 +35,7 @@ from megatron.config.option import Role
 from megatron.config.phases import Phase
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
+from megatron.config.skipping import of_phase
 from megatron.config.text import listed
 from megatron.config.training import TrainingConfig
 from megatron.optimizer.lr_scheduler import LearningRateSchedule
@@ -61,7 +63,7 @@ CHANGING_STARTS = {
 """Options of a start that may differ between phases; others hold for the process, or for the run."""
 
 PLACES = ("skip_samples", "skip_tokens")
-"""Options that name places in the data of a phase, so the command line does not give them for all."""
+"""Options that name places in the data of a phase: the command line gives them as ``PHASE/A:B``."""
 
 FIXED = {"device", "distributed_backend", "distributed_timeout_minutes", "plugin", "deterministic", "phases"}
 """Further options that hold for the process."""
@@ -162,7 +164,14 @@ def _entry(where: str, tree: Any, problems: list[Problem]) -> PhaseEntry:
     if tokens is None:
         sentence = f"{where} needs its length: a number of tokens above 0, also as 800B or 1.5T"
         problems.append(Problem(CODE, sentence, ("tokens: 100B",)))
-    flat = {key.rpartition(".")[2]: value for key, value in values.items()}
+    flat = dict[str, Any]()
+    for key, value in without_groups(values):
+        group, _, last = key.rpartition(".")
+        known = last in SETTINGS and (not group or SETTINGS[last].is_in(group))
+        option_name = last if known else key  # parsing refuses an unknown one
+        if option_name in flat:
+            problems.append(Problem(CODE, f"{where} sets {option_name} twice", (f"drop one {option_name}",)))
+        flat[option_name] = value
     for key in flat:
         option = SETTINGS[key].option if key in SETTINGS else None
         if key in (*RUN_LENGTHS, "phase_name"):
@@ -215,9 +224,7 @@ def plan_phases(
     if lengths and given.get("phases") is not None:  # for stages of a mixture it is the length of all
         sentence = f"{' and '.join(lengths)} and --phases both set the length of the run"
         raise UserError([Problem("E340", sentence, tuple(f"drop {name}" for name in lengths))])
-    if places := [name for name in PLACES if given.get(name)]:
-        sentence = f"{SETTINGS[places[0]].flag} with --phases: places count in the data of a phase"
-        raise UserError([Problem("E340", sentence, (f"{places[0]}: in the phase of {path} that reads them",))])
+    check_places(path, [entry.name for entry in entries], given)
     trees = [_options(entry, given) for entry in entries]
 
     def parse_each(trees: Sequence[Mapping[str, Any]], world_size: int | None) -> list[ParsedArguments]:
@@ -249,10 +256,38 @@ def plan_phases(
     return phases
 
 
+def check_places(path: str, names: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Check that what the command line skips of the order of the data names phases.
+
+    Raises:
+        UserError: if it does not, or if a list cannot be read.
+    """
+    words = {name: given.get(name, ()) for name in PLACES}
+    found = replace(RunConfig().data, **words).phases_of_places()
+    problems = []
+    if None in found:
+        sentence = f"{found[None]} with --phases: places count in the data of a phase"
+        problems.append(Problem("E340", sentence, (f"{found[None]} {names[-1]}/A:B",)))
+    if absent := [phase for phase in found if phase not in (None, *names)]:
+        sentence = f"{found[absent[0]]} names the phase {absent[0]}, and {path} has {listed(names)}"
+        problems.append(Problem("E340", sentence, (f"{found[absent[0]]} {names[-1]}/A:B",)))
+    if problems:
+        raise UserError(problems)
+
+
 def _options(entry: PhaseEntry, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a phase; one with a schedule of its own does not inherit the lengths of the run's."""
+    """Return the options of a phase; one with a schedule of its own does not inherit the lengths of the run's.
+
+    What it skips of its data is added to what the command line skips.
+    """
     lengths = {name: value for name, value in _no_lengths(given).items() if name not in entry.options}
-    return {**(lengths if entry.has_schedule else {}), **entry.options, "phase_name": entry.name}
+    places = dict[str, Any]()
+    for name in PLACES:
+        with suppress(ValueError):  # which parsing refuses
+            own = SETTINGS[name].convert(entry.options.get(name)) or ()
+            named = (word if of_phase(word)[0] else f"{entry.name}/{word}" for word in own)
+            places |= {name: [*given.get(name, ()), *named]} if own else {}
+    return {**(lengths if entry.has_schedule else {}), **entry.options, **places, "phase_name": entry.name}
 
 
 def _no_lengths(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,21 +97,28 @@ def from_mapping(tree: Mapping[str, Any], source: str) -> ConfigSource:
         source: its name in problems.
     """
     result = ConfigSource()
-    for key, value in tree.items():
-        name = str(key).replace("-", "_")
-        nested = name in GROUPS and isinstance(value, Mapping)
-        if name in GROUPS and not nested and name not in SETTINGS:  # optimizer is a group and one of its options
+    for name, value in without_groups(tree):
+        if name in GROUPS and name not in SETTINGS:  # optimizer is a group and one of its options
             if value is not None:
                 result.problems.append(Problem("E005", f"{source}: {name} is a group of options, not {value!r}"))
             continue
-        for entry, each in ((f"{name}.{inner}", v) for inner, v in value.items()) if nested else [(name, value)]:
-            setting = find_setting(result, entry, source)
-            if setting is None:
-                continue
-            if setting.name in result.values:
-                result.problems.append(Problem("E003", f"{source}: {setting.name} is set twice, by group and flat"))
-            result.read(setting, f"{source}: {setting.key}", each)
+        setting = find_setting(result, name, source)
+        if setting is None:
+            continue
+        if setting.name in result.values:
+            result.problems.append(Problem("E003", f"{source}: {setting.name} is set twice, by group and flat"))
+        result.read(setting, f"{source}: {setting.key}", value)
     return result
+
+
+def without_groups(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield names and values, with those of nested groups as ``GROUP.NAME``."""
+    for key, value in tree.items():
+        name = str(key).replace("-", "_")
+        if name in GROUPS and isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}".replace("-", "_"), each) for inner, each in value.items())
+        else:
+            yield name, value
 
 
 def from_assignments(assignments: Iterable[str]) -> ConfigSource:

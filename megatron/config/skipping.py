@@ -1,12 +1,14 @@
 """Options that leave out samples, documents or updates, and the lists that they take.
 
-A list is given in words, in files (``@FILE``, a word per line, after ``#`` comments), or both.
+A list is given in words, in files (``@FILE``, a word per line, after ``#`` comments), or both. An entry that names
+places, or such a file, may begin with ``PHASE/``: then it holds in that phase only.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeAlias, TypeVar
@@ -56,9 +58,37 @@ def parse_documents(word: str) -> tuple[str, range]:
     return match[1], range(int(match[2]), int(match[3] or match[2]) + 1)
 
 
+def of_phase(word: str) -> tuple[str | None, str]:
+    """Return the phase that a word begins with, ``PHASE/``, if any, and the rest of the word."""
+    match = re.match(r"([^\s:/@][^\s:/]*)/", word)
+    return (match[1], word[match.end() :]) if match else (None, word)
+
+
+def in_phase(parse: Callable[[str], T]) -> Callable[[str], tuple[str | None, T]]:
+    """Return a parser of words that may begin with ``PHASE/``: of the phase and the entry."""
+
+    def parse_word(word: str) -> tuple[str | None, T]:
+        phase, entry = of_phase(word)
+        return phase, parse(entry)
+
+    return parse_word
+
+
 def _check_word(parse: Callable[[str], object], word: str) -> None:
     if not word.startswith("@"):
         parse(word)
+
+
+def _check_place(parse: Callable[[str], object], word: str) -> None:
+    _check_word(parse, of_phase(word)[1])
+
+
+def read_places(name: str, words: Sequence[str], parse: Callable[[str], T]) -> list[tuple[str | None, T]]:
+    """Return the entries of an option that names places as :func:`read_list` does, each with the phase it names."""
+    entries = list[tuple[str | None, T]]()
+    for phase, word in map(of_phase, words):
+        entries += [(each or phase, entry) for each, entry in read_list(name, [word], in_phase(parse))]
+    return entries
 
 
 def read_list(name: str, words: Sequence[str], parse: Callable[[str], T]) -> list[T]:
@@ -92,11 +122,12 @@ def read_list(name: str, words: Sequence[str], parse: Callable[[str], T]) -> lis
 class SkippingOptions:
     """Samples, documents and updates that are left out of training."""
 
-    skip_samples: tuple[str, ...] = option((), role="start", check=partial(_check_word, parse_samples))
+    skip_samples: tuple[str, ...] = option((), role="start", check=partial(_check_place, parse_samples))
     """A:B ... or @FILE: leave out the training samples at places A to B - 1 of the order of the data. The samples after
     them move up, so the run still takes as many. Places count all samples, skipped ones too, so another range never
-    changes what a range means. A resumed run may skip what lies ahead, not what it has consumed."""
-    skip_tokens: tuple[str, ...] = option((), role="start", check=partial(_check_word, parse_tokens))
+    changes what a range means. A resumed run may skip what lies ahead, not what it has consumed. PHASE/A:B holds in one
+    of several phases."""
+    skip_tokens: tuple[str, ...] = option((), role="start", check=partial(_check_place, parse_tokens))
     """A:B ... or @FILE: the same for the samples that hold tokens A to B - 1 of the order, with K, M, B or T."""
     skip_documents: tuple[str, ...] = option(
         (), role="start", check=partial(_check_word, parse_documents), needs=TOKEN_FILES
@@ -112,19 +143,28 @@ class SkippingOptions:
       Megatron-LM's schedule does not count them, and it neither evaluates nor saves after one
     """
 
-    def sample_ranges(self: Data, seq_length: int) -> list[tuple[int, int]]:
+    def sample_ranges(self: Data, seq_length: int, phase: str | None = None) -> list[tuple[int, int]]:
         """Return the places of ``skip_samples`` and ``skip_tokens``, each from begin to end - 1, in no order.
 
-        Sample ``i`` holds tokens ``i * seq_length`` to ``(i + 1) * seq_length - 1``.
+        Sample ``i`` holds tokens ``i * seq_length`` to ``(i + 1) * seq_length - 1``. Entries of other phases than
+        ``phase`` are left out.
 
         Raises:
             UserError: as :func:`read_list`.
         """
-        tokens = read_list("skip_tokens", self.skip_tokens, parse_tokens)
-        return [
-            *read_list("skip_samples", self.skip_samples, parse_samples),
-            *((begin // seq_length, -(-end // seq_length)) for begin, end in tokens),
-        ]
+        samples = read_places("skip_samples", self.skip_samples, parse_samples)
+        tokens = read_places("skip_tokens", self.skip_tokens, parse_tokens)
+        of_samples = [(of, (begin // seq_length, -(-end // seq_length))) for of, (begin, end) in tokens]
+        return [places for of, places in (*samples, *of_samples) if of in (None, phase)]
+
+    def phases_of_places(self: Data) -> dict[str | None, str]:
+        """Return the phases that ``skip_samples`` and ``skip_tokens`` name, with the flag; None for no phase.
+
+        Raises:
+            UserError: as :func:`read_list`.
+        """
+        options = ("skip_samples", self.skip_samples, parse_samples), ("skip_tokens", self.skip_tokens, parse_tokens)
+        return {of: flag(name) for name, words, parse in options for of, _ in read_places(name, words, parse)}
 
     def document_ranges(self: Data) -> dict[str, list[range]]:
         """Return the documents of ``skip_documents`` by prefix.
@@ -144,3 +184,9 @@ class SkippingOptions:
                 read()
             except UserError as error:
                 yield from error.problems
+        if config.training.phase_name is None:
+            with suppress(UserError):
+                for phase, option_flag in self.phases_of_places().items():
+                    if phase is not None:
+                        sentence = f"{option_flag} names the phase {phase}, and this run has no phases"
+                        yield Problem("E541", sentence, (f"{option_flag} A:B",))

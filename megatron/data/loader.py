@@ -490,7 +490,8 @@ def build_data(
     requested["train"] *= stream[1]
     datasets: dict[str, Dataset] = {}
     all_segments = {name: tuple(counts) for name, counts in (segments or {}).items()}
-    skips = SampleSkips(data, training.seq_length, all_segments.pop(SKIPPED, ()), stream[1] * (origin.read + begin[1]))
+    consumed = stream[1] * (origin.read + begin[1])
+    skips = SampleSkips(data, training.seq_length, all_segments.pop(SKIPPED, ()), consumed, training.phase_name)
     extended = []
     for name, count in used.items():
         before = all_segments.get(name, ())

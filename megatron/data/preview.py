@@ -81,7 +81,8 @@ def preview_data(
         masks = build_masks(config.data, known, config.model.vocab, prefix).describe()
         rows += [f"{'documents':<11}{masks}"] if masks else []
     position = streams * (origin.read + consumed_samples)
-    skips = SampleSkips(config.data, length, (segments or {}).get(SKIPPED, ()), position)
+    known_skips = (segments or {}).get(SKIPPED, ())
+    skips = SampleSkips(config.data, length, known_skips, position, config.training.phase_name)
     notes = skips.notes(streams * origin.read + tokens // length)
     needed = {split: source for split, source in resolve_sources(config.data, read).items() if split in read}
     prefixes = dict.fromkeys(prefix for source in needed.values() for prefix in source.blend.prefixes)

@@ -150,7 +150,14 @@ class SkippedDataset(Dataset):
 class SampleSkips:
     """The places of the training stream that a start skips, found segment by segment."""
 
-    def __init__(self, data: DataConfig, seq_length: int, skipped: Sequence[int] = (), consumed: int = 0) -> None:
+    def __init__(
+        self,
+        data: DataConfig,
+        seq_length: int,
+        skipped: Sequence[int] = (),
+        consumed: int = 0,
+        phase: str | None = None,
+    ) -> None:
         """Read the options of a run.
 
         Args:
@@ -158,15 +165,16 @@ class SampleSkips:
             seq_length: tokens per sample.
             skipped: `PlaceRanges.to_list` of the places skipped so far.
             consumed: samples consumed so far.
+            phase: name of the phase, for which entries of others do not hold.
 
         Raises:
             UserError: if a list cannot be read, or names samples that were consumed, or documents that do not exist.
         """
         past = PlaceRanges.from_list(skipped)
         self.position = past.end(consumed)  # places before it were read or skipped
-        wanted = self._wanted = PlaceRanges(data.sample_ranges(seq_length))
+        wanted = self._wanted = PlaceRanges(data.sample_ranges(seq_length, phase))
         if read := wanted.clip(0, self.position).minus(past):
-            raise UserError([consumed_problem(read, wanted, self.position)])
+            raise UserError([consumed_problem(read, wanted, self.position, phase)])
         self.ranges = past | wanted.clip(self.position, 2**63 - 1)  # those found so far
         documents = {} if data.generated or data.chat_data_path else data.document_ranges()
         sources = data_sources(data)["train"].blend.prefixes if documents else ()
@@ -217,14 +225,14 @@ class SampleSkips:
         return notes
 
 
-def consumed_problem(read: PlaceRanges, wanted: PlaceRanges, position: int) -> Problem:
+def consumed_problem(read: PlaceRanges, wanted: PlaceRanges, position: int, phase: str | None) -> Problem:
     """Return the problem of ranges that name samples which were ``read``, before the place ``position``."""
-    named, ahead = (
-        listed([f"{begin}:{end}" for begin, end in ranges]) for ranges in (read, wanted.clip(position, 2**63 - 1))
-    )
+    of = "" if phase is None else f"{phase}/"
+    named = listed([f"{begin}:{end}" for begin, end in read])
+    ahead = " ".join(f"{of}{begin}:{end}" for begin, end in wanted.clip(position, 2**63 - 1))
     sentence = f"the samples {named} to skip have been consumed: this start continues at {position}"
     earlier = "--load RUN --ckpt-step EARLIER --save ANOTHER"
-    return Problem("E542", sentence, (*((f"--skip-samples {ahead.replace(',', '')}",) if ahead else ()), earlier))
+    return Problem("E542", sentence, (*((f"--skip-samples {ahead}",) if ahead else ()), earlier))
 
 
 def _sequences(prefix: str, documents: Sequence[range], sources: Sequence[str]) -> NDArray[np.int64]:

@@ -21,7 +21,7 @@ from megatron.data.errors import DataError, ToolParser, disk_error
 from megatron.training.resume_source import stored_config
 from megatron.training.start import with_data
 from tools.lib.run_samples import DocumentFinder, RunSamples, RunStart, StepSamples
-from tools.lib.spikes import Spike, exclusion_file, find_spikes, resume_command
+from tools.lib.spikes import Spike, begins_phase, exclusion_file, find_spikes, resume_command
 
 MOST_DOCUMENTS = 5
 """Documents that a report on spikes names."""
@@ -186,17 +186,25 @@ def place_ranges(found: StepSamples) -> list[tuple[int, int]]:
 def exclude(run: RunSamples, steps: Sequence[int], spikes: Sequence[Spike], file: Path, folder: Path | None) -> None:
     """Write the places of steps to a file, and print the command that goes on without them."""
     reasons = {step: str(spike) for spike in spikes for step in range(spike.first, spike.peak + 1)}
-    ranges = []
+    ranges, count = list[tuple[str, str]](), 0
     for step in steps:
-        why = reasons.get(step, f"step {step}").partition(";")[0]
-        ranges += [(begin, end, f"step {step}, {why}") for begin, end in place_ranges(run.at(step))]
+        why, found = reasons.get(step, f"step {step}").partition(";")[0], run.at(step)
+        count += found.size
+        ranges += [(f"{found.phase}{begin}:{end}", f"step {step}, {why}") for begin, end in place_ranges(found)]
     file.write_text(exclusion_file(ranges))
-    count = sum(end - begin for begin, end, _ in ranges)
     echo(f"{file}: {counted(count, 'sample')} of {counted(len(steps), 'step')}", file=sys.stderr)
     if folder is None:
         echo(f"to leave them out: --skip-samples @{shell_word(str(file))}", file=sys.stderr)
         return
-    config = run.starts[0].config
-    command, taken = resume_command(folder, config, min(steps), [*config.data.skip_samples, f"@{file.resolve()}"])
+    config, begin = run.starts[0].config, run.starts[0].origin.iteration
+    if begins_phase(config) and min(steps) <= begin:
+        word = shell_word(f"@{file.resolve()}")
+        echo(
+            f"to go on without them: the command of the phase of step {min(steps)}, --skip-samples {word}",
+            file=sys.stderr,
+        )
+        return
+    words = [*config.data.skip_samples, f"@{file.resolve()}"]
+    command, taken = resume_command(folder, config, begin, min(steps), words)
     since = f"from step {taken}" if taken else "from the beginning"
     echo(f"to go on {since} without them:\n{command}", file=sys.stderr)

@@ -134,6 +134,12 @@ class StepSamples:
         """Number of the first sample among those that are not skipped, in the stream of the run."""
         return self.start.origin.read + self.consumed - self.start.origin.samples
 
+    @property
+    def phase(self) -> str:
+        """What places of the phase begin with, for ``--skip-samples``; empty in a run without phases."""
+        name = self.start.config.training.phase_name
+        return "" if name is None else f"{name}/"
+
     def numbers(self) -> list[int]:
         """Return the numbers of the samples in the dataset."""
         return [*self.source.stream_places("train", range(self.first, self.first + self.size))]

@@ -89,11 +89,12 @@ def _score(value: float, before: Sequence[float]) -> float:
     return (value - middle) / max(deviation, LEAST_DEVIATION * abs(middle), 1e-12)
 
 
-def resume_command(folder: Path, config: RunConfig, step: int, words: Sequence[str]) -> tuple[str, int]:
+def resume_command(folder: Path, config: RunConfig, begin: int, step: int, words: Sequence[str]) -> tuple[str, int]:
     """Return the command that goes on before a step with ``words`` in ``--skip-samples``, and the steps taken there.
 
     It starts from the newest checkpoint before the step. If there are newer ones, which would take precedence, it saves
-    and logs in other folders: the old ones stay as they are.
+    and logs in other folders: the old ones stay as they are. ``begin`` are the steps taken before the phase of the
+    newest start, whose ``config`` and command are used.
 
     Raises:
         OSError: if the run has not left its command.
@@ -110,11 +111,18 @@ def resume_command(folder: Path, config: RunConfig, step: int, words: Sequence[s
             number += 1
         if taken:
             flags += ["--load", str(save), "--ckpt-step", str(taken)]
+            if taken > begin and begins_phase(config):  # which has begun
+                flags += ["--resume-mode", "exact"]
         flags += ["--save", f"{save}-skip{number}", "--run-dir", f"{folder}-skip{number}"]
     return f"{script} {shlex.join([*flags, '--skip-samples', *words])}", taken
 
 
-def exclusion_file(ranges: Sequence[tuple[int, int, str]]) -> str:
-    """Return the content of a file for ``--skip-samples``: begin and end of ranges of places, each with a comment."""
-    lines = [f"{begin}:{end}  # {re.sub(r'[^ -~]', '?', why)}" for begin, end, why in ranges]
+def begins_phase(config: RunConfig) -> bool:
+    """Return True if the command of a run is that of one phase, begun by hand."""
+    return config.checkpoint.resume_mode == "new-phase" and config.training.phases is None
+
+
+def exclusion_file(ranges: Sequence[tuple[str, str]]) -> str:
+    """Return the content of a file for ``--skip-samples``: ranges of places, each with a comment."""
+    lines = [f"{places}  # {re.sub(r'[^ -~]', '?', why)}" for places, why in ranges]
     return "\n".join(["# places of samples to leave out: --skip-samples @THIS_FILE", *lines, ""])

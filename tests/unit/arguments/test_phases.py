@@ -43,6 +43,14 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "phase 1 sets train_iters, but the length of a phase",
     ),
     "a folder": ([{**MAIN, "save": "x"}], "", "phase 1 sets save, which is the same in all phases"),
+    "a folder in its group": (
+        [{**MAIN, "checkpoint": {"save": "x"}}],
+        "",
+        "E341 --phases FILE, phase 1 sets save, which is the same in all phases",
+    ),
+    "a length in its group": ([{**MAIN, "training": {"train-iters": 5}}], "", "phase 1 sets train_iters, but"),
+    "an option twice": ([{**MAIN, "lr": 1, "optimizer": {"lr": 2}}], "", "E341 --phases FILE, phase 1 sets lr twice"),
+    "a wrong group": ([{**MAIN, "model": {"lr": 1}}], "", "E005 FILE, phase main: there is no option model.lr"),
     "a device": ([{**MAIN, "device": "cuda"}], "", "phase 1 sets device, which is the same in all phases"),
     "an unknown option": ([{**MAIN, "seq_lenght": 5}], "", "E005 FILE, phase main: there is no option seq_lenght"),
     "a value": ([MAIN, {**MAIN, "name": "b", "lr": "x"}], "", "E002 phase b: FILE, phase b: optimizer.lr"),
@@ -113,6 +121,13 @@ def test_a_schedule_of_its_own_has_lengths_of_its_own(tmp_path: Path) -> None:
     headings = describe_plan(read(tmp_path, phases, flags).plan, 1)
     assert "steps 17 to 20, 1,024 tokens to 3,072" in headings[2]
     assert "note: the learning rate jumps from 0 to 0.0001 where b begins" in headings[1]
+
+
+@pytest.mark.parametrize("spelling", [{"optimizer": {"lr": 1e-4}}, {"optimizer.lr": 1e-4}])
+def test_options_in_groups_are_those_of_the_phase(tmp_path: Path, spelling: dict[str, Any]) -> None:
+    flat, grouped = (read(tmp_path, [MAIN, {**MAIN, "name": "b", **each}]).plan for each in ({"lr": 1e-4}, spelling))
+    assert grouped == flat
+    assert grouped[1].config.optimizer.schedule_tokens is None
 
 
 def mixture(folder: Path, max_epochs: float) -> str:

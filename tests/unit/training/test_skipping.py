@@ -13,6 +13,7 @@ from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.skipped_dataset import SampleSkips
 from megatron.training.loggers.run_folder import HistoryPoint
 from tests.kit.runs import (
     FLAGS,
@@ -161,12 +162,16 @@ def test_the_tool_shows_the_steps_of_phases(tmp_path: Path, capsys: pytest.Captu
     phases: list[dict[str, Any]] = [
         {"name": "main", "tokens": 64},
         {"name": "long", "tokens": 128, **long},
-        {"name": "end", "tokens": 64, **long, "skip_samples": ["1:3", "11:12"], "lr": 1e-3},
+        {"name": "end", "tokens": 64, **long, "lr": 1e-3},
     ]
-    outcome = start(tiny_phases(folder, phases, " ".join(flags)))
+    outcome = start(tiny_phases(folder, phases, " ".join([*flags, "--skip-samples", "end/11:12"])))
     assert (outcome.status, sorted(outcome.samples)) == (0, [1, 2, 3, 4, 5])
-    with pytest.raises(UserError, match="E340 --skip-samples with --phases"):
-        tiny_phases(folder, phases, " ".join([*flags, "--skip-samples", "1:3"]))
+    for words, said in {
+        "1:3": "E340 --skip-samples with --phases: .* --skip-samples end/A:B",
+        "mid/1:3": "E340 --skip-samples names the phase mid, and .* has main, long, end",
+    }.items():
+        with pytest.raises(UserError, match=f"(?s){said}"):
+            tiny_phases(folder, phases, " ".join([*flags, "--skip-samples", words]))
     places = []
     for step, samples in outcome.samples.items():
         found = shown(capsys, "--run", str(folder), "--step", str(step), "--tokens", "99")
@@ -176,6 +181,13 @@ def test_the_tool_shows_the_steps_of_phases(tmp_path: Path, capsys: pytest.Captu
             assert facts["checked"]
         places += [facts["place"] for facts in found]
     assert places == [*range(8), 0, *range(3, 11), *range(12, 15)]
+    # the file of places of a step holds in its phase, in which more is skipped, and not in the others
+    file = tmp_path / "bad.txt"
+    assert inspect_dataset.main(["--run", str(folder), "--step", "3", "--exclude", str(file)]) == 0
+    assert f"--skip-samples end/11:12 end/1:3 @{file}" in capsys.readouterr().err
+    again = tiny_phases(folder, phases, " ".join([*flags, "--skip-samples", f"@{file}", "end/20:21"]))
+    skipped = [[*SampleSkips(phase.config.data, 16, phase=phase.name).ranges] for phase in again]
+    assert skipped == [[], [(0, 6)], [(1, 3), (20, 21)]]
 
 
 def test_the_tool_refuses_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
