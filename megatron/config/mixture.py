@@ -228,7 +228,9 @@ class _Reader:
             users.setdefault(path if "://" in path else os.path.realpath(f"{path}.bin"), []).append((name, path))
         for found in (found for found in users.values() if len(found) > 1):
             read = listed([f"{name} reads {path}" for name, path in found])
-            self._wrong(f"{read}, the same file: it would be repeated", f"drop {found[-1][1]} of {found[-1][0]}")
+            name, path = found[-1]
+            drop = f"drop {name}" if len(sources[name].paths) == 1 else f"drop {path} of {name}"
+            self._wrong(f"{read}, the same file: it would be repeated", drop)
         if self._problems:
             raise UserError(self._problems)
         return Mixture(self._path, sources, stages, valid)
