@@ -121,6 +121,22 @@ def test_a_schedule_of_its_own_has_lengths_of_its_own(tmp_path: Path) -> None:
     headings = describe_plan(read(tmp_path, phases, flags).plan, 1)
     assert "steps 17 to 20, 1,024 tokens to 3,072" in headings[2]
     assert "note: the learning rate jumps from 0 to 0.0001 where b begins" in headings[1]
+    continued = read(tmp_path, phases[:2], f"{RUN} --lr-decay-style cosine --min-lr 1e-4").plan
+    assert "jumps" not in describe_plan(continued, 1)[1]
+
+
+def test_phases_with_a_schedule_of_their_own_at_the_end_do_not_change_that_of_the_others(tmp_path: Path) -> None:
+    own = {**MAIN, "name": "b", "lr": 1e-4}
+    for last, flags, expected in (
+        ([], "", (0, 1024, 0, 1024)),
+        ([own], "", (0, 1024, 0, 1024)),
+        ([{**own, "tokens": 5000}], "", (0, 1024, 0, 1024)),
+        ([own, {**MAIN, "name": "c"}], "", (0, 3072, 0, 3072)),
+        ([own], "--schedule-tokens 128 4000 0 4096", (128, 4000, 0, 4096)),
+    ):
+        plan = read(tmp_path, [MAIN, *last], f"{RUN} {flags}").plan
+        assert plan[0].config.optimizer.schedule_tokens == expected
+        assert [phase.config.optimizer.schedule_tokens for phase in plan[1:2]] == [None] * len(last[:1])
 
 
 @pytest.mark.parametrize("spelling", [{"optimizer": {"lr": 1e-4}}, {"optimizer.lr": 1e-4}])
