@@ -371,5 +371,21 @@ def describe_plan(plan: Sequence[Phase], world_size: int) -> list[str]:
             headings[-1] += (
                 f"\nnote: the learning rate jumps from {rates[0]:.3g} to {first:.3g} where {phase.name} begins"
             )
+        if number > 1 and (again := mixture_begun_again(plan[number - 2].config, config)):
+            headings[-1] += f"\nnote: {again}"
         origin, rates = end, (last, following)  # that of the next step, had the phase been longer
     return headings
+
+
+def mixture_begun_again(before: RunConfig, config: RunConfig) -> str:
+    """Return a note if a phase takes the same stages of a mixture as the one before; else an empty string."""
+    path, chosen = config.data.data_mixture, config.data.data_mixture_stages
+    if path is None or (before.data.data_mixture, before.data.data_mixture_stages) != (path, chosen):
+        return ""
+    stages = [stage.name for stage in config.data.mixture.stages]
+    if len(stages) == 1:
+        return ""
+    return (
+        f"{config.training.phase_name} takes the stages {listed(stages)} of {path} from the first on, as the phase "
+        f"before does; to choose some, data_mixture_stages: [{stages[-1]}]"
+    )

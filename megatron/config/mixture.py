@@ -512,6 +512,48 @@ def plan_stages(
     return plans
 
 
+def plan_segments(
+    mixture: Mixture,
+    sizes: Sequence[int],
+    seq_length: int,
+    sources: Mapping[str, int],
+    consumed: Mapping[str, int],
+    slack: int,
+) -> list[list[StagePlan]]:
+    """Return the stages of each segment: those of the mixture, then one in the proportions of the last for each other.
+
+    Args:
+        mixture: of the run.
+        sizes: samples of each segment.
+        seq_length: see `plan_stages`, as the others.
+        sources: see there.
+        consumed: see there.
+        slack: see there.
+
+    Raises:
+        UserError: see there; for the ends of all segments.
+    """
+    plans = [plan_stages(mixture, sizes[0] * seq_length, seq_length, sources, consumed, slack)]
+    for size in sizes[1:]:
+        last = [plan for plan in plans[-1] if plan.samples][-1]
+        plans.append([extend_stage(mixture, last, size, sources)])
+    return plans
+
+
+def extend_stage(mixture: Mixture, last: StagePlan, samples: int, sources: Mapping[str, int]) -> StagePlan:
+    """Return a stage of ``samples`` that continues ``last`` in its proportions; ``sources`` as in `plan_stages`.
+
+    Raises:
+        UserError: with all sources that would be read too often.
+    """
+    shares = {name: Quota("share", Fraction(count)) for name, count in zip(sources, last.counts) if count}
+    stage = MixtureStage(last.stage.name, shares)
+    plan = StagePlan(stage, last.seq_length, split_samples(stage, samples, last.seq_length, sources), last.ends)
+    if problems := [*epoch_problems(mixture, sources, plan.ends)]:
+        raise UserError(problems)
+    return plan
+
+
 def epoch_problems(mixture: Mixture, sources: Mapping[str, int], ends: Sequence[int]) -> Iterator[Problem]:
     """Yield a problem for each source of which more than ``max_epochs`` would be read by ``ends``."""
     for (name, once), end in zip(sources.items(), ends):

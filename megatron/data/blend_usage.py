@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
-from megatron.config.batch import WHOLE_RUN, Origin, full_global_batch_size, planned_samples
+from megatron.config.batch import (
+    WHOLE_RUN,
+    Origin,
+    final_consumed_samples,
+    full_global_batch_size,
+    planned_samples,
+)
 from megatron.config.data_paths import data_sources, split_shares
-from megatron.config.mixture import plan_stages
+from megatron.config.mixture import plan_segments
 from megatron.config.run import RunConfig
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.skipped_dataset import SKIPPED, SampleSkips
 
 
 class SourceUse(NamedTuple):
@@ -60,12 +68,16 @@ class StageUse:
 
 
 def blend_usage(
-    config: RunConfig, world_size: int, origin: Origin = WHOLE_RUN, resumes: bool = False
+    config: RunConfig,
+    world_size: int,
+    origin: Origin = WHOLE_RUN,
+    begin: tuple[int, int] = (0, 0),
+    segments: Mapping[str, Sequence[int]] | None = None,
 ) -> list[StageUse]:
     """Return the stages of a run on token files; a blend is one stage.
 
-    Numbers of a mixture are exact, those of a blend within a sample. A run that ``resumes`` may be longer than it was
-    planned; then its last stage is longer.
+    Numbers of a mixture are exact but for ``skip_documents``, those of a blend within a sample. What a run reads beyond
+    its plan is a stage of its own. ``begin``, ``segments`` and ``origin`` are those of `build_data`.
 
     Raises:
         UserError: if a mixture does not fit the run, or reads a source more often than it may.
@@ -73,20 +85,29 @@ def blend_usage(
     """
     data, training = config.data, config.training
     dp = config.parallel.data_parallel_size(world_size)
-    samples, length = config.diloco.streams * planned_samples(training, dp), training.seq_length
+    streams, length = config.diloco.streams, training.seq_length
+    samples = streams * planned_samples(training, dp, *begin)
     if data.data_mixture is None:
         return [StageUse("run", length, tuple(_blend(config, samples)))]
     mixture = data.mixture
     once = {name: count_tokens(source.paths) for name, source in mixture.sources.items()}
-    slack = length * (samples if resumes else config.diloco.streams * full_global_batch_size(training, dp))
+    laid_out = segments or {}
+    slack = samples if "train" in laid_out else streams * full_global_batch_size(training, dp)
+    sizes = [*laid_out.get("train", [samples])]
+    skips = SampleSkips(data, length, laid_out.get(SKIPPED, ()), streams * begin[1], training.phase_name)
+    end = skips.ranges.end(streams * final_consumed_samples(training, dp, *begin))
+    if end > sum(sizes):
+        sizes.append(end - sum(sizes))
+    planned, *further = plan_segments(mixture, sizes, length, once, origin.sources, slack * length)
     stages = []
-    for plan in plan_stages(mixture, samples * length, length, once, origin.sources, slack):
+    for plan in [*planned, *chain(*further)]:
         numbers = zip(once.items(), plan.begins, plan.counts)
         uses = (
             SourceUse(name, tokens, begin, count * plan.seq_length, count, count / max(1, plan.samples))
             for (name, tokens), begin, count in numbers
         )
-        stages.append(StageUse(plan.stage.name, plan.seq_length, tuple(use for use in uses if use.samples)))
+        name = plan.stage.name if plan in planned else f"{plan.stage.name}, longer"
+        stages.append(StageUse(name, plan.seq_length, tuple(use for use in uses if use.samples)))
     return stages
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
@@ -27,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.batch import Origin
-from megatron.config.mixture import Mixture, MixtureStage, Quota, StagePlan, plan_stages, split_samples
+from megatron.config.mixture import Mixture, StagePlan, extend_stage, plan_stages
 from megatron.data.dataset import Dataset, Sample, SourceUsage, Span, fingerprint, splitmix64
 from megatron.data.errors import DataError
 from megatron.data.index_cache import IndexCache, Tables
@@ -333,27 +332,11 @@ class MixtureSegmentBuilder:
         once = {stream.name: stream.tokens for stream in self.streams}
         length = self.seq_length
         if before and isinstance(before[-1], MixtureDataset):
-            last = before[-1].plans[-1]
-            shares = {name: Quota("share", Fraction(count)) for name, count in zip(once, last.counts) if count}
-            stage = MixtureStage(last.stage.name, shares)
-            plans = [StagePlan(stage, length, split_samples(stage, num_samples, length, once), last.ends)]
+            plans = [extend_stage(self.mixture, before[-1].plans[-1], num_samples, once)]
         else:
             tokens, slack = num_samples * length, self.batch * length
-            plans = plan_stages(self.mixture, tokens, length, once, self._consumed(tokens, slack, once), slack)
+            plans = plan_stages(self.mixture, tokens, length, once, self.origin.sources, slack)
         return MixtureDataset(self.streams, [plan for plan in plans if plan.samples], self.fingerprint)
-
-    def _consumed(self, tokens: int, slack: int, once: Mapping[str, int]) -> Mapping[str, int]:
-        """Return the tokens of each source that were read before the first sample of these data.
-
-        The phase may continue the data of the one before: then some of them were read before its origin.
-        """
-        consumed = {name: self.origin.sources.get(name, 0) for name in once}
-        if self.origin.read == 0:
-            return consumed
-        plans = plan_stages(self.mixture, tokens, self.seq_length, once, {}, slack)
-        data = MixtureDataset(self.streams, plans, "")
-        read = {usage.source: usage.tokens for usage in data.source_usage(self.origin.read)}
-        return {name: consumed[name] - read[name] for name in once}
 
 
 def document_streams(

@@ -62,13 +62,13 @@ def preview_data(
     begin = iteration, consumed_samples
     streams = config.diloco.streams
     if config.data.chat_data_path or config.data.generated:
-        return _generated(config, dp, begin, segments).summary()
+        return _generated(config, dp, begin, segments, origin).summary()
     tokens = streams * final_consumed_samples(config.training, dp, *begin) * config.training.seq_length
     length = config.training.seq_length
     packed = None if config.data.packing == "concat" else (length, SPARE_IDS * config.data.fim_data)
-    read = split_sample_counts(config.data, config.training, dp, begin, streams=streams)
+    read = split_sample_counts(config.data, config.training, dp, begin, streams=streams, read=origin.read)
     sources = data_sources(config.data)
-    mixture = [] if config.data.data_mixture is None else blend_usage(config, world_size, origin, iteration > 0)
+    mixture = [] if config.data.data_mixture is None else blend_usage(config, world_size, origin, begin, segments)
     if mixture:
         table = usage_table(mixture, MAX_DATASETS_SHOWN)
         rows = [f"{'train' if line is table[0] else '':<11}{line}" for line in table]
@@ -80,14 +80,10 @@ def preview_data(
         known = find_tokenizer_info(config.data, config.model.vocab)
         masks = build_masks(config.data, known, config.model.vocab, prefix).describe()
         rows += [f"{'documents':<11}{masks}"] if masks else []
-    skips = SampleSkips(
-        config.data,
-        config.training.seq_length,
-        (segments or {}).get(SKIPPED, ()),
-        streams * consumed_samples,
-        config.training.phase_name,
-    )
-    notes = skips.notes(tokens // config.training.seq_length)
+    position = streams * (origin.read + consumed_samples)
+    known_skips = (segments or {}).get(SKIPPED, ())
+    skips = SampleSkips(config.data, length, known_skips, position, config.training.phase_name)
+    notes = skips.notes(streams * origin.read + tokens // length)
     needed = {split: source for split, source in resolve_sources(config.data, read).items() if split in read}
     prefixes = dict.fromkeys(prefix for source in needed.values() for prefix in source.blend.prefixes)
     sequences = {prefix: len(IndexedDataset(prefix, verify=False)) for prefix in prefixes}
@@ -126,11 +122,17 @@ def data_fingerprints(
 
 
 def _generated(
-    config: RunConfig, dp: int, begin: tuple[int, int], segments: Mapping[str, Sequence[int]] | None
+    config: RunConfig,
+    dp: int,
+    begin: tuple[int, int],
+    segments: Mapping[str, Sequence[int]] | None,
+    origin: Origin = WHOLE_RUN,
 ) -> DataSource:
     """Return the data of a run without token files."""
-    streams, vocab_size = config.diloco.streams, config.model.vocab
-    return build_data(config.data, config.training, vocab_size, dp, segments=segments, begin=begin, stream=(0, streams))
+    vocab_size, stream = config.model.vocab, (0, config.diloco.streams)
+    return build_data(
+        config.data, config.training, vocab_size, dp, segments=segments, begin=begin, origin=origin, stream=stream
+    )
 
 
 def _fewest_sequences(split: str, source: SplitSource, sequences: Mapping[str, int]) -> int:

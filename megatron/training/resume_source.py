@@ -339,11 +339,23 @@ def compare_with_checkpoint(
     return lines, batches_since, mode
 
 
+def continues_data(before: RunConfig, fingerprint: str | None, config: RunConfig, world_size: int) -> bool:
+    """Return True if a phase continues to read where the one before has stopped, whose data have a ``fingerprint``.
+
+    It does if its data are the same: files, sequence length, seed and streams. Otherwise it reads its data from the
+    beginning. A mixture begins with its first stage, and continues each source.
+
+    Raises:
+        DataError: if the data of the phase cannot be opened.
+    """
+    if config.data.data_mixture is not None:
+        return False
+    same = before.training.seed == config.training.seed and before.diloco.streams == config.diloco.streams
+    return same and fingerprint == data_fingerprints(config, world_size)["train"]
+
+
 def next_origin(manifest: Manifest, config: RunConfig, world_size: int) -> Origin:
     """Return the origin of a phase that begins with a checkpoint.
-
-    The phase continues to read where the one before has stopped if its data are the same: files, sequence length, seed
-    and streams. Otherwise it reads its data from the beginning.
 
     Raises:
         DataError: if the data of the phase cannot be opened.
@@ -352,10 +364,8 @@ def next_origin(manifest: Manifest, config: RunConfig, world_size: int) -> Origi
     before, data = Origin.from_state(state), state["data"]
     iteration, samples = position_of(manifest)
     tokens = before.tokens_at(samples, then.training.seq_length)
-    fingerprint = data_fingerprints(config, world_size)["train"]
-    same = then.training.seed == config.training.seed and then.diloco.streams == config.diloco.streams
     sources = data.get("sources", {})
-    if same and data["fingerprints"].get("train") == fingerprint:
+    if continues_data(then, data["fingerprints"].get("train"), config, world_size):
         read = before.read + samples - before.samples
         return Origin(iteration, samples, tokens, read, before.digest, sources)
     return Origin(iteration, samples, tokens, 0, int(data["digest"] or "0", 16), sources)
@@ -428,6 +438,7 @@ class StartPreview:
     data: Mapping[str, Any] | None = None  # those of the checkpoint that is resumed, for `compare_data`
     segments: Mapping[str, Sequence[int]] | None = None  # in which that checkpoint laid out its data
     own: bool = False  # it is a checkpoint of this run
+    origin: Origin | None = None  # of its phase; None if it takes no position from a checkpoint
 
 
 def stored_config(options: CheckpointConfig) -> Mapping[str, Any] | None:
@@ -482,9 +493,10 @@ def preview_start(config: RunConfig, world_size: int, source: ResumeSource | Non
         return StartPreview(notes)
     if mode == "new-phase":
         origin = next_origin(manifest, config, world_size)
-        return StartPreview((*notes, phase_note(origin, config, world_size)))
+        segments = manifest.state["data"]["stretches"] if origin.read else None
+        return StartPreview((*notes, phase_note(origin, config, world_size)), segments=segments, origin=origin)
     own = is_own_checkpoint(manifest.path, config.checkpoint)
     generated = config.data.mock_data and manifest.config["data"].get("mock_data")  # from options, which are compared
-    position = Origin.from_state(manifest.state).local(*position_of(manifest))
-    data = manifest.state["data"]
-    return StartPreview(notes, *position, None if generated else data, data["stretches"], own)
+    origin, data = Origin.from_state(manifest.state), manifest.state["data"]
+    position = origin.local(*position_of(manifest))
+    return StartPreview(notes, *position, None if generated else data, data["stretches"], own, origin)

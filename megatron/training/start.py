@@ -10,10 +10,10 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.cli import ParsedArguments, given_values, parse
@@ -40,13 +40,15 @@ from megatron.data.build import resolve_epochs
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
 from megatron.data.preview import data_fingerprints, preview_data
+from megatron.data.skipped_dataset import SKIPPED, SampleSkips
 from megatron.data.tokenizers.huggingface import TOKENIZER_JSON
 from megatron.training.machine import MACHINE_CODES, fit_to_machine
-from megatron.training.phases import choose_phase
+from megatron.training.phases import PhaseChoice, choose_phase
 from megatron.training.resume_source import (
     ResumeSource,
     StartPreview,
     compare_data,
+    continues_data,
     find_resume_source,
     preview_start,
     stored_config,
@@ -134,12 +136,12 @@ def read_phased_start(
     names = [entry.name for entry in entries]
     sources = [ResumeSource() for _ in phases]  # of those that do not come next
     source = find_resume_source(phases[0].config.resume_options)
-    if phases[0].check_only:
+    choice = PhaseChoice(0, source)
+    with nullcontext() if phases[0].check_only else suppress(UserError):  # which the start itself finds, then
         choice = choose_phase([each.config for each in phases], source, phases[0].world_size)
-        sources[choice.place] = choice.source
-    plans_data = phases[0].check_only or source.fresh
-    origins = planned_origins(phases) if plans_data else [WHOLE_RUN] * len(phases)
-    starts = collect_phases(names, [*zip(phases, sources, origins)], lambda phase: check_start(*phase))
+    sources[choice.place] = choice.source
+    beginnings = planned_beginnings(phases, choice)
+    starts = collect_phases(names, [*zip(phases, sources, beginnings)], lambda phase: check_start(*phase))
     return replace(starts[0], phases=tuple(starts))
 
 
@@ -171,28 +173,69 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     return replace(config, model=replace(config.model, vocab_size=size))
 
 
-def planned_origins(phases: Sequence[ParsedArguments]) -> list[Origin]:
-    """Return where each phase begins, with what is read of the sources of mixtures before it."""
-    origins = [WHOLE_RUN]
-    for each in phases[:-1]:
-        config, size, before = each.config, each.world_size, origins[-1]
-        sources, phase = Counter(before.sources), planned(each)
+class Beginning(NamedTuple):
+    """Where a phase is planned to begin."""
+
+    origin: Origin = WHOLE_RUN
+    skipped: Sequence[int] = ()  # places of its data that are skipped before, as in a checkpoint
+
+
+FROM_THE_START = Beginning()
+"""Beginning of a run of one phase."""
+
+
+def planned_beginnings(phases: Sequence[ParsedArguments], choice: PhaseChoice) -> list[Beginning]:
+    """Return where each phase begins, as the checkpoint has it for the one of ``choice``.
+
+    After errors in the data, which `check_start` finds, phases begin as if nothing had been read.
+    """
+    if not phases[0].check_only and all(each.config.data.data_mixture is None for each in phases):
+        return [FROM_THE_START] * len(phases)  # where they begin is of no use
+    beginnings, after = list[Beginning](), FROM_THE_START
+    for place, each in enumerate(phases):
+        start = StartPreview(segments={SKIPPED: after.skipped}, origin=after.origin)
+        if place == choice.place:
+            with suppress(UserError, DataError):
+                found = preview_start(each.config, each.world_size, choice.source)
+                start = start if found.origin is None else found
+        beginnings.append(Beginning(start.origin or WHOLE_RUN, (start.segments or {}).get(SKIPPED, ())))
+        after = planned_end(each, start, phases[min(place + 1, len(phases) - 1)].config)
+    return beginnings
+
+
+def planned_end(parsed: ParsedArguments, start: StartPreview, following: RunConfig) -> Beginning:
+    """Return where the phase after one begins that takes its steps from ``start`` on."""
+    config, size, phase, before = parsed.config, parsed.world_size, planned(parsed), start.origin or WHOLE_RUN
+    sources, read, skipped = Counter(before.sources), 0, list[int]()
+    samples = phase.tokens // config.training.seq_length
+    with suppress(UserError, DataError):
         if config.data.data_mixture is not None:
-            for stage in blend_usage(config, size, before):
+            for stage in blend_usage(config, size, before, (start.iteration, start.consumed_samples), start.segments):
                 sources.update({use.name: use.tokens for use in stage.sources})
-        samples = before.samples + phase.tokens // config.training.seq_length
-        position = before.iteration + phase.steps, samples, before.tokens + phase.tokens
-        origins.append(Origin(*position, sources=dict(sources)))
-    return origins
+        elif parsed.check_only and reads_on(config, following, size):
+            read, streams = before.read + samples, config.diloco.streams
+            consumed, past = streams * (before.read + start.consumed_samples), (start.segments or {}).get(SKIPPED, ())
+            training = config.training
+            skips = SampleSkips(config.data, training.seq_length, past, consumed, training.phase_name).ranges
+            skipped = skips.clip(0, skips.end(streams * read)).to_list()
+    position = before.iteration + phase.steps, before.samples + samples, before.tokens + phase.tokens
+    return Beginning(Origin(*position, read, sources=dict(sources)), skipped)
 
 
-def check_start(parsed: ParsedArguments, source: ResumeSource | None = None, origin: Origin = WHOLE_RUN) -> Start:
+def reads_on(before: RunConfig, config: RunConfig, world_size: int) -> bool:
+    """Return True if a phase continues to read the data of the one before; raise as `data_fingerprints`."""
+    return continues_data(before, data_fingerprints(before, world_size)["train"], config, world_size)
+
+
+def check_start(
+    parsed: ParsedArguments, source: ResumeSource | None = None, beginning: Beginning = FROM_THE_START
+) -> Start:
     """Check the start on this machine and, with ``--check-config``, what the run would read.
 
     Args:
         parsed: with the vocabulary size, and lengths that follow from the data.
         source: what it starts from; None to search for it.
-        origin: of its phase.
+        beginning: of its phase, unless the checkpoint has it.
 
     Raises:
         UserError: with all problems.
@@ -221,13 +264,11 @@ def check_start(parsed: ParsedArguments, source: ResumeSource | None = None, ori
             notes += found
     start, data = StartPreview(), list[str]()
     with collected():
-        if parsed.check_only:
-            start = preview_start(config, size, source)
-            notes += start.notes
+        start = preview_position(parsed, source, beginning)
+        notes += start.notes
     position = start.iteration, start.consumed_samples
     with collected():
-        data = preview_data(config, size, *position, start.segments, origin) if parsed.check_only else []
-        check_mixture(config, size, origin)
+        data = describe_data(replace(parsed, config=config), start)
         if start.data is not None:
             fingerprints = data_fingerprints(config, size, *position, start.segments)
             notes += compare_data(start.data, fingerprints, config, start.own)
@@ -236,13 +277,36 @@ def check_start(parsed: ParsedArguments, source: ResumeSource | None = None, ori
     return Start(replace(parsed, config=config, notes=tuple(notes)), position, data)
 
 
-def check_mixture(config: RunConfig, world_size: int, origin: Origin) -> None:
-    """Check that the stages of a new run fit it, and that no source is read too often, before torch is imported.
+def preview_position(parsed: ParsedArguments, source: ResumeSource | None, beginning: Beginning) -> StartPreview:
+    """Return where a start reads its data: from the checkpoint, or as planned. Notes are those of ``--check-config``.
 
-    Raises as `blend_usage`. A run that resumes may be longer than its stages; `build_data` checks it.
+    Raises as `preview_start`, only with ``--check-config``: without it, a start that resumes raises it itself.
     """
-    if config.data.data_mixture is not None and find_resume_source(config.resume_options).fresh:
-        blend_usage(config, world_size, origin)
+    config, size, start = parsed.config, parsed.world_size, StartPreview()
+    if parsed.check_only:
+        start = preview_start(config, size, source)
+    elif config.data.data_mixture is not None:
+        with suppress(UserError, DataError):
+            start = replace(preview_start(config, size, source), notes=(), data=None)
+    if start.origin is not None:
+        return start
+    return replace(start, origin=beginning.origin, segments={SKIPPED: beginning.skipped} if beginning.skipped else None)
+
+
+def describe_data(parsed: ParsedArguments, start: StartPreview) -> list[str]:
+    """Return the lines of ``--check-config`` on the data from ``start`` on; none without it.
+
+    That a mixture fits the run, and reads no source too often, is always checked before torch is imported.
+
+    Raises as `preview_data`.
+    """
+    config, size, origin = parsed.config, parsed.world_size, start.origin or WHOLE_RUN
+    position = start.iteration, start.consumed_samples
+    if parsed.check_only:
+        return preview_data(config, size, *position, start.segments, origin)
+    if config.data.data_mixture is not None:
+        blend_usage(config, size, origin, position, start.segments)
+    return []
 
 
 def refuse(error: UserError | DataError) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.errors import UserError
-from megatron.config.mixture import Mixture, Quota, plan_stages, read_mixture
+from megatron.config.mixture import Mixture, Quota, plan_segments, plan_stages, read_mixture
 
 STAGES = """
 sources:
@@ -129,3 +129,14 @@ def test_repeats_are_counted_from_what_was_consumed(tmp_path: Path) -> None:
     assert math.isclose(plan_stages(found, 1000, 10, once, {"web": 1000})[0].ends[0], 2000)
     with pytest.raises(UserError, match=r"reads web 2\.01 times"):
         plan_stages(found, 1000, 10, once, {"web": 1010})
+
+
+def test_what_is_read_beyond_the_plan_counts(tmp_path: Path) -> None:
+    """The last stage goes on in its proportions: of 100 more samples of 10 tokens, half is code."""
+    found = mixture(tmp_path, "sources: {web: {path: a, share: 1}, code: {path: b, share: 1, max_epochs: 2}}")
+    once = {"web": 1000, "code": 500}
+    plans = plan_segments(found, [100, 40, 60], 10, once, {"code": 0}, 0)
+    assert [plan.counts for (plan,) in plans] == [(50, 50), (20, 20), (30, 30)]
+    assert plans[-1][0].ends == (1000, 1000)
+    with pytest.raises(UserError, match=r"the run reads code 2.02 times \(1,010 tokens of 500\)"):
+        plan_segments(found, [100, 40, 62], 10, once, {}, 0)

@@ -142,17 +142,6 @@ def test_samples_are_what_their_spans_hold(tmp_path: Path) -> None:
         dataset[60]
 
 
-def test_a_phase_that_continues_the_data_reads_the_same_samples(tmp_path: Path) -> None:
-    draw = random.Random(6)
-    streams, stages = [made_source(tmp_path, name, draw) for name in "ab"], made_stages(draw, "ab")
-    begun = Origin(sources={"a": 5, "b": 33})
-    whole = builder(streams, stages, 4, begun)(90)
-    read = {usage.source: begun.sources[usage.source] + usage.tokens for usage in whole.source_usage(40)}
-    again = builder(streams, stages, 4, Origin(read=40, sources=read))(90)
-    places = np.arange(90)
-    assert (again.sample_hashes(places) == whole.sample_hashes(places)).all()
-
-
 def test_usage_counts_the_samples_of_each_source(tmp_path: Path) -> None:
     draw = random.Random(7)
     streams = [made_source(tmp_path, name, draw) for name in "abc"]
