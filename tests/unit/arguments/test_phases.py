@@ -14,6 +14,7 @@ from megatron.arguments.phases import describe_plan, samples_of_tokens
 from megatron.config.errors import UserError
 from megatron.config.phases import Phase
 from megatron.config.training import TrainingConfig
+from megatron.data.errors import DataError
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training.start import Start, read_start
 
@@ -97,6 +98,36 @@ def test_the_number_of_samples_against_counting(ramp: tuple[int, int, int] | Non
         while samples * 8 < tokens:
             samples += 6 if ramp is None else next(s for end, s in ((10, 2), (20, 4), (10**9, 6)) if samples < end)
         assert samples_of_tokens(training, 1, tokens) == samples
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"data_path": ["{0}/short"]}, "phase b: .*short.bin: size is 8 bytes, expected 10000"),
+        (
+            {"skip_samples": ["8:40"]},
+            "E542 phase b: the samples 8:32 to skip have been consumed.*\n.*skip-samples b/32:40",
+        ),
+    ],
+)
+def test_the_data_of_later_phases_are_opened_by_every_start_on_rank_0(
+    tmp_path: Path, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with IndexedDatasetWriter(tmp_path / "web", np.uint16) as writer:
+        writer.add_document([1] * 5000)
+    (tmp_path / "short.idx").write_bytes((tmp_path / "web.idx").read_bytes())
+    (tmp_path / "short.bin").write_bytes(b"\0" * 8)
+    options = {name: [each.format(tmp_path) for each in value] for name, value in options.items()}
+    phases = [MAIN, {**MAIN, "name": "b", **options}]
+    flags = f"{MODEL} --data-path {tmp_path}/web --split 1 --eval-iters 0"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    read(tmp_path, phases, flags)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises((UserError, DataError), match=said):
+        read(tmp_path, phases, flags)
 
 
 def test_one_number_of_ranks_is_checked(tmp_path: Path) -> None:
