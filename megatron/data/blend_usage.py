@@ -94,7 +94,7 @@ def blend_usage(
     laid_out = segments or {}
     slack = samples if "train" in laid_out else streams * full_global_batch_size(training, dp)
     sizes = [*laid_out.get("train", [samples])]
-    skips = SampleSkips(data, length, laid_out.get(SKIPPED, ()), streams * begin[1])
+    skips = SampleSkips(data, length, laid_out.get(SKIPPED, ()), streams * begin[1], training.phase_name)
     end = skips.ranges.end(streams * final_consumed_samples(training, dp, *begin))
     if end > sum(sizes):
         sizes.append(end - sum(sizes))

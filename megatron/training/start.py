@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.cli import ParsedArguments, given_values, parse
 from megatron.arguments.phases import (
-    PhaseEntry,
     collect_phases,
     describe_plan,
     mixture_phases,
@@ -100,25 +99,33 @@ def read_start(argv: Sequence[str], about: str = "") -> Start:
         DataError: if the data cannot be used, and there is no other problem.
     """
     Launch.read(os.environ)  # a broken environment is refused before any flag
+    phases = parse_phases(argv, about)
+    if len(phases) == 1 and phases[0].config.training.phases is None:
+        return check_start(phases[0])
+    sources = [ResumeSource() for _ in phases]  # of those that do not come next
+    source = find_resume_source(phases[0].config.resume_options)
+    choice = PhaseChoice(0, source)
+    with nullcontext() if phases[0].check_only else suppress(UserError):  # which the start itself finds, then
+        choice = choose_phase([each.config for each in phases], source, phases[0].world_size)
+    sources[choice.place] = choice.source
+    beginnings = planned_beginnings(phases, choice)
+    names = [str(each.config.training.phase_name) for each in phases]
+    starts = collect_phases(names, [*zip(phases, sources, beginnings)], lambda phase: check_start(*phase))
+    return replace(starts[0], phases=tuple(starts))
+
+
+def parse_phases(argv: Sequence[str], about: str = "") -> list[ParsedArguments]:
+    """Return the configuration of each phase of a command line, or of its only one, with what the data determine.
+
+    Arguments and errors as for :func:`read_start`, without the checks of the start.
+    """
     given = given_values(argv)
     entries = mixture_phases(given) if given.get("phases") is None else read_phases(given["phases"])
-    if entries:
-        return read_phased_start(argv, about, entries, given)
-    parsed = parse(argv, recall=stored_config, read_model=read_model_values, about=about, stored_layout=stored_layout)
-    return check_start(replace(parsed, config=with_data(parsed.config, parsed.world_size)))
-
-
-def read_phased_start(
-    argv: Sequence[str], about: str, entries: Sequence[PhaseEntry], given: Mapping[str, Any]
-) -> Start:
-    """Read and check a command line with several phases; other arguments and errors as for :func:`read_start`.
-
-    Args:
-        argv: see there.
-        about: see there.
-        entries: the phases.
-        given: values that presets, flags and files set.
-    """
+    if not entries:
+        parsed = parse(
+            argv, recall=stored_config, read_model=read_model_values, about=about, stored_layout=stored_layout
+        )
+        return [replace(parsed, config=with_data(parsed.config, parsed.world_size))]
 
     def parse_phase(where: str, options: Mapping[str, Any], world_size: int | None) -> ParsedArguments:
         parsed = parse(
@@ -131,18 +138,7 @@ def read_phased_start(
         )
         return replace(parsed, config=with_data(parsed.config, parsed.world_size))
 
-    path = given.get("phases") or given["data_mixture"]
-    phases = plan_phases(path, entries, given, parse_phase)
-    names = [entry.name for entry in entries]
-    sources = [ResumeSource() for _ in phases]  # of those that do not come next
-    source = find_resume_source(phases[0].config.resume_options)
-    choice = PhaseChoice(0, source)
-    with nullcontext() if phases[0].check_only else suppress(UserError):  # which the start itself finds, then
-        choice = choose_phase([each.config for each in phases], source, phases[0].world_size)
-    sources[choice.place] = choice.source
-    beginnings = planned_beginnings(phases, choice)
-    starts = collect_phases(names, [*zip(phases, sources, beginnings)], lambda phase: check_start(*phase))
-    return replace(starts[0], phases=tuple(starts))
+    return plan_phases(given.get("phases") or given["data_mixture"], entries, given, parse_phase)
 
 
 def with_data(config: RunConfig, world_size: int) -> RunConfig:
@@ -215,7 +211,8 @@ def planned_end(parsed: ParsedArguments, start: StartPreview, following: RunConf
         elif parsed.check_only and reads_on(config, following, size):
             read, streams = before.read + samples, config.diloco.streams
             consumed, past = streams * (before.read + start.consumed_samples), (start.segments or {}).get(SKIPPED, ())
-            skips = SampleSkips(config.data, config.training.seq_length, past, consumed).ranges
+            name = config.training.phase_name
+            skips = SampleSkips(config.data, config.training.seq_length, past, consumed, name).ranges
             skipped = skips.clip(0, skips.end(streams * read)).to_list()
     position = before.iteration + phase.steps, before.samples + samples, before.tokens + phase.tokens
     return Beginning(Origin(*position, read, sources=dict(sources)), skipped)
