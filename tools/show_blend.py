@@ -1,8 +1,8 @@
 """Show what a run would read of each source, by stage: ``show_blend.py --data-mixture FILE --train-iters N``.
 
-Takes the flags of a training run besides its own, with all its phases, and opens only the headers of the token files. Prints for each stage
-of a mixture, or for a blend, the share, tokens, samples and epochs of every source, the epochs since the beginning of
-the run, and the tokens that were read before. Does not import torch.
+Takes the flags of a training run besides its own, with all its phases, and opens only the headers of the token files.
+Prints for each stage of a mixture, or for a blend, the share, tokens, samples and epochs of every source, the epochs
+since the beginning of the run, and the tokens that were read before. Does not import torch.
 """
 
 from __future__ import annotations

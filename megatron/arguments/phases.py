@@ -1,8 +1,9 @@
 """The file of ``--phases``: every phase is the command line with options of its own, checked like any other.
 
 `plan_phases` parses the command line once for each phase, with the options of the phase in place of ``--set``. A phase
-lasts until the first step at which its tokens are reached. Learning rate and weight decay follow one schedule over the
-whole run (``--schedule-tokens``), except in phases that set an option of the schedule: these have one of their own.
+lasts until the first step at which its tokens are reached. Learning rate and weight decay follow one schedule
+(``--schedule-tokens``) up to the end of the last phase without one of its own, which a phase has that sets an option of
+the schedule.
 """
 
 from __future__ import annotations
@@ -242,13 +243,12 @@ def plan_phases(
         samples_of_tokens(draft.config.training, size, entry.tokens)
         for draft, size, entry in zip(drafts, sizes, entries)
     ]
-    total = sum(count * draft.config.training.seq_length for count, draft in zip(samples, drafts))
-    common = next((place for place, entry in enumerate(entries) if not entry.has_schedule), None)
-    if common is not None:
-        tokens = schedule_in_tokens(drafts[common].config, sizes[common], total)
-        for place, entry in enumerate(entries):
-            if not entry.has_schedule:
-                trees[place] |= {**_no_lengths(given), "schedule_tokens": tokens}
+    if common := [place for place, entry in enumerate(entries) if not entry.has_schedule]:
+        first, end = common[0], common[-1] + 1
+        total = sum(count * draft.config.training.seq_length for count, draft in zip(samples[:end], drafts))
+        tokens = given.get("schedule_tokens") or schedule_in_tokens(drafts[first].config, sizes[first], total)
+        for place in common:
+            trees[place] |= {**_no_lengths(given), "schedule_tokens": tokens}
     phases = parse_each([{**tree, "train_samples": count} for tree, count in zip(trees, samples)], ranks)
     problems = [problem for pair in zip(phases, phases[1:]) for problem in changes_refused(*pair)]
     if problems:
@@ -280,7 +280,8 @@ def _options(entry: PhaseEntry, given: Mapping[str, Any]) -> dict[str, Any]:
 
     What it skips of its data is added to what the command line skips.
     """
-    lengths = {name: value for name, value in _no_lengths(given).items() if name not in entry.options}
+    inherited = {**_no_lengths(given), "schedule_tokens": None}
+    lengths = {name: value for name, value in inherited.items() if name not in entry.options}
     places = dict[str, Any]()
     for name in PLACES:
         with suppress(ValueError):  # which parsing refuses
@@ -349,7 +350,7 @@ def planned(parsed: ParsedArguments) -> Phase:
 
 def describe_plan(plan: Sequence[Phase], world_size: int) -> list[str]:
     """Return a heading for each phase: its steps and tokens, its learning rates, and a note if these jump."""
-    headings, origin, before = list[str](), Origin(), 0.0
+    headings, origin, rates = list[str](), Origin(), (0.0, 0.0)
     for number, phase in enumerate(plan, 1):
         config, ranks = phase.config, phase.config.parallel.data_parallel_size(world_size)
         begin = schedule_start(config, origin)
@@ -358,20 +359,21 @@ def describe_plan(plan: Sequence[Phase], world_size: int) -> list[str]:
         )
         samples = origin.samples + final_consumed_samples(config.training, ranks)
         last_batch = full_global_batch_size(config.training, ranks)
-        first, last = (float(schedule.rates(consumed).lr) for consumed in (origin.samples, samples - last_batch))
+        places = origin.samples, samples - last_batch, samples
+        first, last, following = (float(schedule.rates(consumed).lr) for consumed in places)
         end = Origin(origin.iteration + phase.steps, samples, origin.tokens + phase.tokens)
         headings.append(
             f"phase {phase.name} ({number} of {len(plan)}): steps {origin.iteration + 1:,} to {end.iteration:,}, "
             f"{phase.tokens:,} tokens to {end.tokens:,}, learning rate {first:.3g} to {last:.3g}"
         )
         own = config.optimizer.schedule_tokens is None
-        if own and number > 1 and abs(first - before) > SUDDEN * max(first, before):
+        if own and number > 1 and all(abs(first - before) > SUDDEN * max(first, before) for before in rates):
             headings[-1] += (
-                f"\nnote: the learning rate jumps from {before:.3g} to {first:.3g} where {phase.name} begins"
+                f"\nnote: the learning rate jumps from {rates[0]:.3g} to {first:.3g} where {phase.name} begins"
             )
         if number > 1 and (again := mixture_begun_again(plan[number - 2].config, config)):
             headings[-1] += f"\nnote: {again}"
-        origin, before = end, last
+        origin, rates = end, (last, following)  # that of the next step, had the phase been longer
     return headings
 
 

@@ -108,9 +108,18 @@ def read_start(argv: Sequence[str], about: str = "") -> Start:
     with nullcontext() if phases[0].check_only else suppress(UserError):  # which the start itself finds, then
         choice = choose_phase([each.config for each in phases], source, phases[0].world_size)
     sources[choice.place] = choice.source
+    if Launch.read(os.environ).rank == 0:  # data of later phases would else be opened only where these begin
+        phases[choice.place + 1 :] = [replace(each, check_only=True) for each in phases[choice.place + 1 :]]
     beginnings = planned_beginnings(phases, choice)
+
+    def check_phase(phase: tuple[ParsedArguments, ResumeSource, Beginning]) -> Start:
+        try:
+            return check_start(*phase)
+        except DataError as error:
+            raise DataError(f"phase {phase[0].config.training.phase_name}: {error.seen}", *error.fixes) from error
+
     names = [str(each.config.training.phase_name) for each in phases]
-    starts = collect_phases(names, [*zip(phases, sources, beginnings)], lambda phase: check_start(*phase))
+    starts = collect_phases(names, [*zip(phases, sources, beginnings)], check_phase)
     return replace(starts[0], phases=tuple(starts))
 
 
@@ -185,7 +194,7 @@ def planned_beginnings(phases: Sequence[ParsedArguments], choice: PhaseChoice) -
 
     After errors in the data, which `check_start` finds, phases begin as if nothing had been read.
     """
-    if not phases[0].check_only and all(each.config.data.data_mixture is None for each in phases):
+    if not any(each.check_only or each.config.data.data_mixture for each in phases):
         return [FROM_THE_START] * len(phases)  # where they begin is of no use
     beginnings, after = list[Beginning](), FROM_THE_START
     for place, each in enumerate(phases):
@@ -208,11 +217,11 @@ def planned_end(parsed: ParsedArguments, start: StartPreview, following: RunConf
         if config.data.data_mixture is not None:
             for stage in blend_usage(config, size, before, (start.iteration, start.consumed_samples), start.segments):
                 sources.update({use.name: use.tokens for use in stage.sources})
-        elif parsed.check_only and reads_on(config, following, size):
+        elif reads_on(config, following, size):
             read, streams = before.read + samples, config.diloco.streams
             consumed, past = streams * (before.read + start.consumed_samples), (start.segments or {}).get(SKIPPED, ())
-            name = config.training.phase_name
-            skips = SampleSkips(config.data, config.training.seq_length, past, consumed, name).ranges
+            training = config.training
+            skips = SampleSkips(config.data, training.seq_length, past, consumed, training.phase_name).ranges
             skipped = skips.clip(0, skips.end(streams * read)).to_list()
     position = before.iteration + phase.steps, before.samples + samples, before.tokens + phase.tokens
     return Beginning(Origin(*position, read, sources=dict(sources)), skipped)

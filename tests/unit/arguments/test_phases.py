@@ -14,6 +14,7 @@ from megatron.arguments.phases import describe_plan, samples_of_tokens
 from megatron.config.errors import UserError
 from megatron.config.phases import Phase
 from megatron.config.training import TrainingConfig
+from megatron.data.errors import DataError
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training.start import Start, read_start
 
@@ -99,6 +100,36 @@ def test_the_number_of_samples_against_counting(ramp: tuple[int, int, int] | Non
         assert samples_of_tokens(training, 1, tokens) == samples
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"data_path": ["{0}/short"]}, "phase b: .*short.bin: size is 8 bytes, expected 10000"),
+        (
+            {"skip_samples": ["8:40"]},
+            "E542 phase b: the samples 8:32 to skip have been consumed.*\n.*skip-samples b/32:40",
+        ),
+    ],
+)
+def test_the_data_of_later_phases_are_opened_by_every_start_on_rank_0(
+    tmp_path: Path, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with IndexedDatasetWriter(tmp_path / "web", np.uint16) as writer:
+        writer.add_document([1] * 5000)
+    (tmp_path / "short.idx").write_bytes((tmp_path / "web.idx").read_bytes())
+    (tmp_path / "short.bin").write_bytes(b"\0" * 8)
+    options = {name: [each.format(tmp_path) for each in value] for name, value in options.items()}
+    phases = [MAIN, {**MAIN, "name": "b", **options}]
+    flags = f"{MODEL} --data-path {tmp_path}/web --split 1 --eval-iters 0"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    read(tmp_path, phases, flags)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises((UserError, DataError), match=said):
+        read(tmp_path, phases, flags)
+
+
 def test_one_number_of_ranks_is_checked(tmp_path: Path) -> None:
     phases = [
         MAIN,
@@ -121,6 +152,22 @@ def test_a_schedule_of_its_own_has_lengths_of_its_own(tmp_path: Path) -> None:
     headings = describe_plan(read(tmp_path, phases, flags).plan, 1)
     assert "steps 17 to 20, 1,024 tokens to 3,072" in headings[2]
     assert "note: the learning rate jumps from 0 to 0.0001 where b begins" in headings[1]
+    continued = read(tmp_path, phases[:2], f"{RUN} --lr-decay-style cosine --min-lr 1e-4").plan
+    assert "jumps" not in describe_plan(continued, 1)[1]
+
+
+def test_phases_with_a_schedule_of_their_own_at_the_end_do_not_change_that_of_the_others(tmp_path: Path) -> None:
+    own = {**MAIN, "name": "b", "lr": 1e-4}
+    for last, flags, expected in (
+        ([], "", (0, 1024, 0, 1024)),
+        ([own], "", (0, 1024, 0, 1024)),
+        ([{**own, "tokens": 5000}], "", (0, 1024, 0, 1024)),
+        ([own, {**MAIN, "name": "c"}], "", (0, 3072, 0, 3072)),
+        ([own], "--schedule-tokens 128 4000 0 4096", (128, 4000, 0, 4096)),
+    ):
+        plan = read(tmp_path, [MAIN, *last], f"{RUN} {flags}").plan
+        assert plan[0].config.optimizer.schedule_tokens == expected
+        assert [phase.config.optimizer.schedule_tokens for phase in plan[1:2]] == [None] * len(last[:1])
 
 
 @pytest.mark.parametrize("spelling", [{"optimizer": {"lr": 1e-4}}, {"optimizer.lr": 1e-4}])

@@ -59,11 +59,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cosine(tokens: int) -> tuple[float, float]:
-    """Learning rate and weight decay after ``tokens`` of the run of 288: a warm-up of 64, then a cosine."""
+    """Learning rate and weight decay after ``tokens`` of the 224 on the schedule: a warm-up of 64, then a cosine."""
     rate = 1e-2 * tokens / 64
     if tokens > 64:
-        rate = 1e-3 + (1e-2 - 1e-3) * 0.5 * (1 + math.cos(math.pi * (tokens - 64) / (288 - 64)))
-    return rate, 0.1 * tokens / 288
+        rate = 1e-3 + (1e-2 - 1e-3) * 0.5 * (1 + math.cos(math.pi * (tokens - 64) / (224 - 64)))
+    return rate, 0.1 * tokens / 224
 
 
 RATES = [cosine(tokens) for tokens in range(0, 224, 32)]
@@ -165,7 +165,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_phase_before(whole: Path, tmp_pa
 def test_three_starts_by_hand_are_the_phases(whole: Path, tmp_path: Path) -> None:
     """With ``--resume-mode new-phase``; each is given twice, and the second one continues the phase."""
     by_hand = f"{FLAGS} --save {tmp_path}/saved --set training.train_iters=null"
-    common = "--schedule-tokens 64 288 0 288 --lr-warmup-iters 0"
+    common = "--schedule-tokens 64 224 0 224 --lr-warmup-iters 0"
     options = [
         f"--phase-name main --set training.train_samples=12 {common}",
         "--phase-name long --seq-length 16 --max-position-embeddings 16 --rotary-base 500000 --global-batch-size 2 "
