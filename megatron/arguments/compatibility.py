@@ -192,6 +192,8 @@ def resume_mode_fixes(role: Role, options: CheckpointConfig, own: bool) -> Itera
     They apply to ``load``, so the fix names the folder of a run's ``own`` checkpoints in ``save``.
     """
     kept = next((mode for mode in ("new-schedule", "new-phase") if role in ALLOWED_ROLES[mode]), None)
+    if own and options.resume_mode == "new-phase" and role in ALLOWED_ROLES["new-phase"] and options.load:
+        yield "drop --load"  # to begin the next phase
     if kept is not None:
         named = f"--load {options.save} " if own and options.load not in (None, options.save) else ""
         yield f"{named}--resume-mode {kept}"

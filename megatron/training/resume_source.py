@@ -323,12 +323,18 @@ def compare_with_checkpoint(
         changes = compare_configs(manifest.config, config, "exact", begin=batches_since, own=own)
         mode = mode if changes.problems else "exact"
     changes = compare_configs(manifest.config, config, mode, begin=batches_since, own=own)
+    renamed = list[Problem]()
+    for_load = mode == "exact" and config.checkpoint.resume_mode == "new-phase" and config.training.phases is None
+    if own and for_load and phase and phase.get("name", "") != name:
+        of = f"phase {phase['name']}" if phase.get("name") else "a phase without a name"
+        sentence = f"{manifest.path} is of {of}: --resume-mode new-phase applies to the checkpoint of --load"
+        renamed.append(Problem("E342", sentence, ("drop --load",)))
     if mode in ("new-phase", "weights-only"):
         batches_since = (0, 0)
     elif BATCH_OPTIONS & changes.changed:
         batches_since = Origin.from_state(manifest.state).local(*position_of(manifest))
     dp = config.parallel.data_parallel_size(world_size)
-    problems = [*changes.problems, *schedule_problems(config, dp, batches_since)]
+    problems = [*(changes.problems or renamed), *schedule_problems(config, dp, batches_since)]
     if problems:
         which = "; ".join([f"the checkpoint is {manifest.path}", *notes])
         raise UserError([replace(problems[0], sentence=f"{problems[0].sentence} ({which})"), *problems[1:]])

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.save import rank_file_name
+from megatron.config.errors import UserError
 from megatron.config.phases import Phase
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.build import build_trainer
 from megatron.training.checkpoint_contents import local_tensors
+from megatron.training.resume_source import preview_start
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.kit.runs import (
@@ -276,3 +279,16 @@ def test_a_run_without_phases_continues_with_them_by_a_resume_mode(tmp_path: Pat
     assert start(phased(tmp_path, f"{flags} --resume-mode new-phase", phases)).status == 0
     assert column(tmp_path, "consumed-tokens")[-2:] == [192, 256]
     assert "nothing to do" in start(phased(tmp_path, f"{flags} --resume-mode new-phase", phases)).out
+    # the same phase by hand from another folder, which a further phase does not follow
+    hand = f"{flags} --seq-length 16 --max-position-embeddings 16 --rotary-base 500000 --set training.train_iters=null "
+    hand += (
+        f"--set training.train_samples=4 --schedule-tokens 0 64 0 64 --save {tmp_path}/saved --resume-mode new-phase"
+    )
+    for more, refusal in {
+        "--phase-name long": None,
+        "--phase-name next": "E342 .* is of phase long: .*fix: drop --load$",
+        "--phase-name next --clip-grad 0.5": r"E825 .*fix: --clip-grad 1 \| drop --load \| ",
+    }.items():
+        with pytest.raises(UserError, match=f"(?sm){refusal}") if refusal else nullcontext():
+            preview_start(tiny_run(tmp_path, f"{hand} {more} --load {tmp_path}"), 1)
+        preview_start(tiny_run(tmp_path, f"{hand} {more}"), 1)
