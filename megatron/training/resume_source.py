@@ -409,13 +409,25 @@ def compare_data(
         changed = ["train", *changed]
     data = f"{' and '.join(map(split_label, changed))} data"
     if "train" in changed:
-        flag = train_data_flag(config.data)
-        same = (f"{flag} THE_SAME_DATA",) if flag is not None else ()
         sentence = f"the {data} are not those of the checkpoint: {_difference(saved, config.data)}"
-        raise UserError([Problem("E815", sentence, (*same, *resume_mode_fixes(Role.DATA, config.checkpoint, own)))])
+        raise UserError([Problem("E815", sentence, tuple(_data_fixes(config, own)))])
     notes = [f"the {data} are not those of the checkpoint: losses on them cannot be compared with those before it"]
     unrecorded = "the checkpoint does not record its samples: the data must be those of its run"  # of Megatron-LM
     return [*([] if saved["digest"] else [unrecorded]), *(notes if changed else [])]
+
+
+def _data_fixes(config: RunConfig, own: bool) -> Iterator[str]:
+    """Yield what may be done about other data."""
+    phase, flag = config.training.phase_name, train_data_flag(config.data)
+    if own and config.training.phases is not None:
+        file = config.data.data_mixture
+        of = f"stages of phase {phase} in {file}" if file else f"data of phase {phase} in {config.training.phases}"
+        yield f"undo the edit of the {of}"
+        yield f"finish phase {phase} with the data of the checkpoint: a later phase takes any"
+        return
+    if flag is not None:
+        yield f"{flag} THE_SAME_DATA"
+    yield from resume_mode_fixes(Role.DATA, config.checkpoint, own)
 
 
 def _difference(saved: Mapping[str, Any], data: DataConfig) -> str:

@@ -102,6 +102,25 @@ def test_a_run_made_longer_reads_no_source_too_often(tmp_path: Path) -> None:
     assert state["data"]["sources"]["code"] == 144
 
 
+def test_another_mixture_inside_a_phase_is_refused_with_fixes_that_work(tmp_path: Path) -> None:
+    flags, file = mixture(tmp_path), tmp_path / "mix.yaml"
+    before = file.read_text()
+
+    def run() -> Outcome:
+        return start(tiny_phases(tmp_path / "run", PHASES[:2], flags))
+
+    assert start(tiny_phases(tmp_path / "run", PHASES[:2], f"{flags} --exit-interval 3")).status == 0
+    file.write_text(before.replace("code: 1}}", "code: 3}}"))
+    refused = run()
+    assert refused.status == 2
+    assert "E815 the training data are not those of the checkpoint: stage both: " in refused.err
+    undo, finish = refused.err.split("fix: ")[1].splitlines()[0].split(" | ")
+    assert undo == f"undo the edit of the stages of phase p2 in {file}"
+    assert finish == "finish phase p2 with the data of the checkpoint: a later phase takes any"
+    file.write_text(before)
+    assert run().status == 0
+
+
 def test_check_config_says_what_phases_will_skip(tmp_path: Path) -> None:
     """The second phase reads the data of the first, which has 8 samples and skips 1 before them."""
     data = f"{FLAGS} --split 1 --data-path {tmp_path}/web"
