@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
+from inspect import signature
 from typing import Any, NamedTuple
 
+from megatron.config.text import did_you_mean
 from megatron.data.errors import DataError
 
 QUALITY_FIX = "pip install 'megatron-pretrain[quality]'"
@@ -36,11 +39,22 @@ def expand_groups(name: str) -> tuple[str, ...]:
     """Return the filters that a value of ``--quality`` stands for.
 
     Raises:
-        DataError: if there is none of this name.
+        DataError: if there is none of this name, or what follows it are no options.
     """
-    base = name.partition(":")[0]
-    if base not in FILTERS and name not in GROUPS:
+    base, colon, options = name.partition(":")
+    if base in GROUPS and colon:
+        given, takes = {option.partition("=")[0] for option in options.split(",")}, GROUPS[base][-1]
+        with suppress(ImportError):
+            takes = next((each for each in GROUPS[base] if given <= {*_options_of(each)}), takes)
+        parts = (f"{each}:{options or 'OPTION=VALUE'}" if each == takes else each for each in GROUPS[base])
+        sentence = f"--quality {name}: {base} is a group of filters, and each has options of its own"
+        raise DataError(sentence, f"--quality {' '.join(parts)}")
+    if base not in FILTERS and base not in GROUPS:
         raise DataError(f"--quality {name}: there is no such filter", f"--quality {' | '.join((*GROUPS, *FILTERS))}")
+    for option in options.split(",") if colon else ():
+        key, _, value = option.partition("=")
+        if not (key and value):
+            raise DataError(f"--quality {name}: {option!r} is not OPTION=VALUE", f"--quality {base}:OPTION=VALUE")
     return GROUPS.get(name, (name,))
 
 
@@ -57,11 +71,17 @@ def load_quality_filter(name: str) -> QualityFilter:
     except ImportError as error:
         raise DataError(f"--quality {name} needs datatrove and spaCy: {error}", QUALITY_FIX) from error
     base, _, options = name.partition(":")
+    known = _options_of(base)
+    given = dict(option.split("=", 1) for option in options.split(",") if option)
+    if unknown := [key for key in given if key not in known]:
+        raise DataError(
+            f"--quality {name}: {base} has no option {unknown[0]}; it has {', '.join(known)}",
+            f"--quality {base}:{did_you_mean(unknown[0], known) or 'OPTION'}={given[unknown[0]]}",
+        )
     try:
-        given = dict(option.split("=", 1) for option in options.split(",") if option)
         quality = getattr(filters, FILTERS[base])(**{key: _value(text) for key, text in given.items()})
     except (TypeError, ValueError) as error:
-        raise DataError(f"--quality {name}: wrong options: {error}", f"--quality {base}:OPTION=NUMBER") from error
+        raise DataError(f"--quality {name}: wrong options: {error}", f"--quality {base}:OPTION=VALUE") from error
 
     def apply(text: str) -> tuple[str | None, str]:
         document = Document(text, "0")
@@ -70,6 +90,14 @@ def load_quality_filter(name: str) -> QualityFilter:
         return (document.text, "") if kept else (None, f"--quality {base}{': ' * bool(reason)}{reason or ''}")
 
     return QualityFilter(f"datatrove {version('datatrove')}", True, None, apply)
+
+
+def _options_of(name: str) -> list[str]:
+    """Return the options of a filter's class that a text can set."""
+    from datatrove.pipeline import filters
+
+    parameters = signature(getattr(filters, FILTERS[name])).parameters
+    return [option for option in parameters if option != "exclusion_writer"]
 
 
 def _value(text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -79,7 +80,16 @@ def test_options_of_a_filter(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "no document of the input has text: 0 are empty, 1 were dropped" in capsys.readouterr().err
     assert main([*flags, "--quality", "gopher-quality:min_doc_words=20"]) == 0
     assert main([*flags, "--overwrite", "--quality", "gopher-quality:words=20"]) == 1
-    assert "--quality gopher-quality:words=20: wrong options" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([*flags, "--quality", "goofer"])
-    assert "--quality goofer: there is no such filter" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "--quality gopher-quality:words=20: gopher-quality has no option words; it has min_doc_words, " in printed
+    assert "exclusion_writer" not in printed
+    for given, said in {
+        "goofer": "there is no such filter",
+        "gopher:min_doc_words=20": "a group .*: --quality gopher-repetition gopher-quality:min_doc_words=20\n",
+        "gopher:dup_line_frac=0.2": ".*: --quality gopher-repetition:dup_line_frac=0.2 gopher-quality\n",
+        "gopher-quality:min_doc_words=": "'min_doc_words=' is not OPTION=VALUE",
+        "c4:": "'' is not OPTION=VALUE",
+    }.items():
+        with pytest.raises(SystemExit):
+            main([*flags, "--quality", given])
+        assert re.search(f"(?s)--quality {given}: .*{said}", capsys.readouterr().err)
