@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,24 @@ def build_parser() -> ToolParser:
     return parser
 
 
+def step_of(steps: Sequence[Step], reason: str) -> int:
+    """Return the number of the step that drops documents for a reason; that of a list, which comes first, is -1."""
+    names = [f"{step.flag} {step.name.partition(':')[0] if step.flag == QUALITY else step.name}" for step in steps]
+    return next((number for number, name in enumerate(names) if f"{reason}: ".startswith(f"{name}: ")), -1)
+
+
 def summary(plan: PreprocessOptions, totals: PreprocessTotals, dtype: str, engine: str, seconds: float) -> str:
     """Return the statistics of the run, in a few lines."""
     ratio = totals.text_bytes / max(1, totals.tokens)
-    dropped = "".join(f"dropped: {count:,} by {reason}\n" for reason, count in totals.dropped.items())
+    lost = sum(totals.dropped.values())
+    found = totals.documents + lost
+    reasons = sorted(totals.dropped, key=partial(step_of, [*plan.steps]))
+    dropped = "".join(f"dropped: {totals.dropped[reason]:,} by {reason}\n" for reason in reasons)
+    if 2 * lost > found:
+        dropped += f"note: most documents were dropped, {max(totals.dropped.values()):,} of {found:,} for one reason\n"
+    share = f" of {found:,} ({totals.documents / found:.1%})" if lost else ""
     return (
-        f"files: {len(plan.files):,}, documents: {totals.documents:,}, empty texts: {totals.empty:,}, "
+        f"files: {len(plan.files):,}, documents: {totals.documents:,}{share}, empty texts: {totals.empty:,}, "
         f"passed over: {totals.bad:,}\n{dropped}"
         f"text bytes: {totals.text_bytes:,}, tokens: {totals.tokens:,} ({dtype}), bytes per token: {ratio:.2f}\n"
         f"time: {seconds:.1f}s, {totals.rates(seconds)}, workers: {plan.workers}, engine: {engine}"

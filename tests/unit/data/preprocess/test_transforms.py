@@ -89,10 +89,13 @@ def test_steps_are_applied_in_their_order(
     kept = [each for each in joined if len(f"{each['title']}|{each['text']}") < 20]
     assert texts() == [f"{each['title']}|{each['text']}".upper() for each in kept]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:4] == [
+    share = f"{100 * len(kept) / len(records()):.1f}%"
+    assert f"documents: {len(kept)} of {len(records())} ({share}), " in lines[0]
+    assert lines[1:5] == [
         "dropped: 50 by --filter steps_of_test:even",
-        f"dropped: {len(joined) - len(kept)} by --filter steps_of_test:short",
         "dropped: 10 by --map steps_of_test:join",
+        f"dropped: {len(joined) - len(kept)} by --filter steps_of_test:short",
+        "note: most documents were dropped, 50 of 100 for one reason",
     ]
     manifest = DatasetManifest.read("out_text_document")
     assert manifest is not None
