@@ -100,17 +100,17 @@ def draw_runs(runs: Mapping[str, RunHistory], out: Path) -> None:
     restarts and errors. Raises as :func:`open_figure`.
     """
     single = len(runs) == 1
-    columns = 3 if single else 1 if max(map(len, runs)) > 40 else 2
-    with open_figure(out, 9, 5.4 + 0.22 * (len(runs) / columns)) as figure:  # the legend is below the axes
+    with open_figure(out, 9, 5.4) as figure:
         loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3.3, 1))
         for number, (name, run) in enumerate(runs.items()):
             color, dashes = RUN_COLORS[number % len(RUN_COLORS)], DASHES[number // len(RUN_COLORS) % len(DASHES)]
             width = 2.2 if single else max(4.0 - number, 1.2)  # equal runs stay visible behind each other
             _draw_training(loss, "training" if single else name, run.train, color, dashes, width)
             further = further_losses(run) if single else {}
-            for place, (label, points) in enumerate(further.items(), 2):
-                _draw_training(loss, label, points, RUN_COLORS[place % len(RUN_COLORS)], "-", 1.2)
-            _draw_evaluations(loss, run, None if single else color)
+            own = {label: RUN_COLORS[place % len(RUN_COLORS)] for place, label in enumerate(further, 2)}
+            for label, points in further.items():
+                _draw_training(loss, label, points, own[label], "-", 1.2)
+            _draw_evaluations(loss, run, None if single else color, own)
             tokens = [point.tokens for point in run.train]
             rates = [point.learning_rate for point in run.train]
             rate.plot(tokens, rates, dashes, color=RATE_COLOR if single else color, linewidth=1.6)
@@ -135,8 +135,18 @@ def draw_runs(runs: Mapping[str, RunHistory], out: Path) -> None:
                 _draw_incidents(axes, run)
             _draw_phases(loss, rate, run)
         loss.set_title(remark, loc="right", color=MUTED_COLOR, fontsize=10)
-        if handles := loss.get_legend_handles_labels()[0]:
-            figure.legend(handles=handles, loc="outside lower left", ncols=columns, fontsize=9)
+        _add_legend(figure, loss)
+
+
+def _add_legend(figure: Figure, axes: Axes) -> None:
+    """Add a legend below the axes, in the most columns that fit, and room for it."""
+    handles = axes.get_legend_handles_labels()[0]
+    for columns in (3, 2, 1) if handles else ():
+        legend = figure.legend(handles=handles, loc="outside lower left", ncols=columns, fontsize=9)
+        if legend.get_window_extent().width <= figure.bbox.width or columns == 1:
+            figure.set_size_inches(9, 5.4 + 0.22 * (math.ceil(len(handles) / columns) - 1))
+            return
+        legend.remove()
 
 
 def further_losses(run: RunHistory) -> dict[str, list[HistoryPoint]]:
@@ -181,14 +191,22 @@ def _draw_training(
         axes.plot(lost, [0.02] * len(lost), "x", color=color, label=label, transform=height, clip_on=False)
 
 
-def _draw_evaluations(axes: Axes, run: RunHistory, color: str | None) -> None:
-    """Draw the evaluations; without a ``color``, each validation set has one and is in the legend."""
+def _draw_evaluations(axes: Axes, run: RunHistory, color: str | None, own: Mapping[str, str]) -> None:
+    """Draw the evaluations; without a ``color``, each validation set is in the legend.
+
+    A set then has the colour of the further loss of its name, which ``own`` holds, or one that no other curve has.
+    """
     evaluated = [point for point in run.evaluations if math.isfinite(point.loss)]
+    free = [each for each in RUN_COLORS[1:] if each not in own.values()] or [MUTED_COLOR]
+    others = 0
     for number, name in enumerate(dict.fromkeys(point.name for point in evaluated)):
         tokens, losses = np.array([(point.tokens, point.loss) for point in evaluated if point.name == name]).T
-        own, mark = color or RUN_COLORS[1 + number % (len(RUN_COLORS) - 1)], MARKERS[number % len(MARKERS)]
+        of_name, mark = own.get(name.removeprefix("validation ")), MARKERS[number % len(MARKERS)]
+        mine, dashes = color or of_name or free[others % len(free)], "--" if of_name and not color else "-"
+        others += of_name is None
         label = None if color else f"{name}: {losses[-1]:.3f}"
-        axes.plot(tokens, losses, f"-{mark}", color=own, linewidth=0.6, markersize=6, fillstyle="none", label=label)
+        style: Any = {"linewidth": 1.0 if dashes == "--" else 0.6, "markersize": 6, "fillstyle": "none"}
+        axes.plot(tokens, losses, f"{dashes}{mark}", color=mine, label=label, **style)
 
 
 def _scale_loss_axis(axes: Axes, losses: Sequence[float]) -> None:

@@ -108,6 +108,28 @@ def test_losses_of_further_tokens_have_curves_of_their_own(tmp_path: Path, drawn
     ]
 
 
+def test_a_source_has_one_colour_and_the_legend_fits(tmp_path: Path, drawn: list[Figure]) -> None:
+    """Its validation is dashed; other validation sets have colours that no loss has."""
+    made, names = RunHistory(), ("web pages of 2024", "code", "mathematics and proofs")
+    for line in lines(3):
+        made.add({**line, **{f"source loss {name}": 2.0 + n for n, name in enumerate(names)}})
+    for name in (*names[:2], "books"):
+        made.add({"iteration": 3, "consumed-tokens": 300, "lm loss validation": 2.4, "validation-set": name})
+    draw_runs({"a": made}, tmp_path / "a.png")
+    (figure,) = drawn
+    drawn_lines = {str(each.get_label()).partition(", ")[0].partition(":")[0]: each for each in figure.axes[0].lines}
+    for name in names[:2]:
+        training, valid = drawn_lines[name], drawn_lines[f"validation {name}"]
+        assert training.get_color() == valid.get_color()
+        assert (training.get_linestyle(), valid.get_linestyle()) == ("-", "--")
+    colors = {drawn_lines[name].get_color() for name in ("training", *names, "validation books")}
+    assert len(colors) == 5
+    (legend,) = figure.legends
+    box, whole = legend.get_window_extent(), figure.bbox
+    assert (whole.x0 <= box.x0, box.x1 <= whole.x1, box.y0 >= whole.y0) == (True, True, True)
+    assert not box.overlaps(figure.axes[1].get_window_extent())
+
+
 def test_the_batch_size_changes_where_its_first_step_begins(tmp_path: Path, drawn: list[Figure]) -> None:
     def line(step: int, samples: int, size: int) -> dict[str, Any]:
         progress = {"iteration": step, "consumed-samples": samples, "consumed-tokens": 10 * samples}
