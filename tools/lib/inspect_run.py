@@ -138,19 +138,26 @@ def report_step(found: StepSamples, args: argparse.Namespace) -> Iterator[str]:
         }
         if not parts:  # generated, or conversations
             facts["ids"] = train[number].tokens[: args.tokens].tolist()
+        changed = bool(parts) and found.start.config.data.fim_data
+        if changed:  # the documents are shown as they are in the token files
+            facts["ids"] = train[number].tokens[: args.tokens * len(parts)].tolist()
+            facts["text"] = finder.text(parts[0].source, facts["ids"])
         if args.json:
             yield json.dumps(facts)
             continue
         yield f"sample {number} at place {facts['place']}, micro-batch {micro_batch} of {listed_ranks(ranks)}"
         for part in parts:
             row = "" if part.row is None else f":{part.row}"
-            where = "" if part.file is None else f", {part.file}{row}"
+            where = ("" if part.file is None else f", {part.file}{row}") + ", before --fim-data" * changed
             span = f"tokens {part.first} to {part.first + part.tokens - 1} of {part.of}"
             yield f"  {part.source} document {part.document}, {span}{where}"
             shown_text = json.dumps(part.text, ensure_ascii=False) if part.text is not None else f"ids {part.ids}"
             yield f"    {shown_text}{' ...' if part.tokens > len(part.ids) else ''}"
         if not parts:
             yield f"  ids {facts['ids']}"
+        if changed:
+            read = json.dumps(facts["text"], ensure_ascii=False) if facts["text"] is not None else f"ids {facts['ids']}"
+            yield f"  read by the model, with --fim-data:\n    {read}"
 
 
 def report_spikes(run: RunSamples, spikes: Sequence[Spike], as_json: bool) -> None:

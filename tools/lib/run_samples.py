@@ -28,7 +28,6 @@ from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import DataSource, build_data
 from megatron.data.skipped_dataset import SKIPPED, SkippedDataset
-from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.tokenizer import load_recorded_tokenizer
 from megatron.distributed.layout import Layout
 from megatron.training.loggers.run_folder import (
@@ -329,11 +328,11 @@ class DocumentFinder:
         whole = int(data.lengths[first:last].sum(dtype=np.int64))
         ids = data.get(span.sequence, span.offset, min(span.tokens, self._shown)).tolist()
         file, row = self.origin(span.source, document)
-        text = decode(self._tokenizer(span.source), ids)
+        text = self.text(span.source, ids)
         return DocumentPart(span.source, document, before, span.tokens, whole, file, row, text, ids)
 
-
-def decode(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str | None:
-    """Return the text of ids; None without a tokenizer, or if it lacks one of them."""
-    known = tokenizer is not None and all(0 <= i < tokenizer.vocab_size for i in ids)
-    return tokenizer.decode(list(ids)) if tokenizer is not None and known else None
+    def text(self, source: str, ids: Sequence[int]) -> str | None:
+        """Return the text of ids of a source; None without a tokenizer, or if it lacks one of them."""
+        tokenizer = self._tokenizer(source)
+        known = tokenizer is not None and all(0 <= i < tokenizer.vocab_size for i in ids)
+        return tokenizer.decode(list(ids)) if tokenizer is not None and known else None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, make_tokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerOptions, build_tokenizer
 from tests.unit.data.made_tokenizers import bpe, write_files
 from tests.unit.data.pairs import write
+from tools import inspect_dataset, preprocess_data
 
 NAMES = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<file_sep>")
 
@@ -304,3 +306,28 @@ def test_tokens_that_the_tokenizer_lacks(tokenizer: Tokenizer) -> None:
     found = fill(numbers, **options)
     assert (found.prefix, found.middle, found.suffix, found.pad, found.eod) == (5, 6, 7, 9, 9)
     assert tokenizer.special_ids[END_OF_DOCUMENT] == tokenizer.eod
+
+
+def test_the_samples_of_a_step_are_shown_as_they_are_read(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Changed; their documents are shown as they are in the token files."""
+    folder = write_files(tmp_path / "bpe", tokenizer_files())
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{"abc. fo, " * n}"}}\n' for n in range(2, 9)))
+    flags = f"--input {tmp_path}/a.jsonl --output-prefix {tmp_path}/a --append-eod"
+    kind = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
+    assert preprocess_data.main(f"{flags} {kind}".split()) == 0
+    capsys.readouterr()
+    run = f"--preset tiny-llama --data-path {tmp_path}/a_text_document --seq-length 64 --train-iters 2 --eval-iters 0"
+    run += " --global-batch-size 2 --packing best-fit --fim-data --fim-rate 1"
+    show = ["--step", "1", "--samples", "0", "--tokens", "64"]
+    assert inspect_dataset.main(["--json", *show, "--", *run.split()]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    whole = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert facts["text"] == whole.decode(facts["ids"], skip_special_tokens=False)
+    assert facts["text"].count("<fim_middle>") == len(facts["documents"])
+    assert not any("<fim_middle>" in part["text"] for part in facts["documents"])
+    assert inspect_dataset.main([*show, "--", *run.split()]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(f"{tmp_path}/a.jsonl:") == printed.count(", before --fim-data\n") == len(facts["documents"])
+    assert f"  read by the model, with --fim-data:\n    {json.dumps(facts['text'])}\n" in printed
