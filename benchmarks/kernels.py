@@ -76,7 +76,7 @@ def losses(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[
 
         def run() -> Tensor:
             x.grad = None
-            loss, _ = linear_cross_entropy(x, weight, labels, mask, vocabulary)
+            loss, *_ = linear_cross_entropy(x, weight, labels, mask, vocabulary)
             loss.backward()
             return loss.detach()
 

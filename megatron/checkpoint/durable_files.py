@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +28,9 @@ Bytes = bytes | memoryview
 
 BLOCK = 1 << 20
 """Bytes processed at a time; small enough to compute the checksum while they are in the processor's cache."""
+
+FLUSH_BYTES = 32 << 20
+"""Bytes of a `FlushedFile` after which it is flushed."""
 
 UNSUPPORTED_ERRNO = (errno.EINVAL, errno.ENOTSUP)
 """Errno values of a file system that does not implement a call."""
@@ -138,6 +142,40 @@ def sync_file(file: IO[bytes]) -> None:
     """Flush a buffered file to disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+class FlushedFile:
+    """A file that is flushed to disk in a thread while it is written, so that little is left for the last flush."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._unflushed = 0  # bytes written since the last flush began
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+
+    def write(self, content: Bytes) -> None:
+        """Append all of ``content``; raise the error of an earlier flush."""
+        self._file.write(content)
+        self._unflushed += memoryview(content).nbytes
+        if self._unflushed >= FLUSH_BYTES and (self._thread is None or not self._thread.is_alive()):
+            self.wait()
+            self._unflushed = 0
+            self._thread = threading.Thread(target=self._flush)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until no flush is running; raise its error, which the system reports only once."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _flush(self) -> None:
+        try:
+            with _with_filename(Path(str(self._file.name))):
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            self._error = error
 
 
 def durable_rename(source: Path, target: Path) -> None:

@@ -91,7 +91,7 @@ class Mixture:
 
     def sections(self, tokens: int, seq_length: int) -> list[tuple[tuple[MixtureStage, ...], int, int]]:
         """Return the runs of stages of equal sequence length in a run of ``tokens``: stages, length, and tokens."""
-        sized = zip(self.stages, stage_tokens(self, tokens))
+        sized = zip(self.stages, stage_tokens(self, tokens, seq_length))
         by_length = groupby(sized, lambda pair: pair[0].seq_length or seq_length)
         runs = [(length, [*group]) for length, group in by_length]
         return [(tuple(stage for stage, _ in run), length, sum(size for _, size in run)) for length, run in runs]
@@ -216,15 +216,21 @@ class _Reader:
     def read(self, tree: Any) -> Mixture:
         """Return the mixture; raise UserError with all problems."""
         top = self._mapping("it", tree, TOP_KEYS, f"write in it: {FORM}")
+        if not isinstance(tree, Mapping):
+            raise UserError(self._problems)
         sources = self._sources("sources", top.get("sources"), SOURCE_KEYS)
         if not sources and not self._problems:
             self._wrong("there are no sources", f"write in it: {FORM}")
         valid = self._sources("valid", top.get("valid"), ("path",))
-        stages = tuple(self._stages(top, sources))
-        users = Counter(path for source in sources.values() for path in set(source.paths))
-        for path in (path for path, count in users.items() if count > 1):
-            names = [name for name, source in sources.items() if path in source.paths]
-            self._wrong(f"{listed(names)} all read {path}: each would repeat what the others read", f"drop {names[-1]}")
+        stages = tuple(self._stages(top, sources)) if sources else ()
+        users: dict[str, list[tuple[str, str]]] = {}
+        for name, path in ((source.name, path) for source in sources.values() for path in source.paths):
+            users.setdefault(path if "://" in path else os.path.realpath(f"{path}.bin"), []).append((name, path))
+        for found in (found for found in users.values() if len(found) > 1):
+            read = listed([f"{name} reads {path}" for name, path in found])
+            name, path = found[-1]
+            drop = f"drop {name}" if len(sources[name].paths) == 1 else f"drop {path} of {name}"
+            self._wrong(f"{read}, the same file: it would be repeated", drop)
         if self._problems:
             raise UserError(self._problems)
         return Mixture(self._path, sources, stages, valid)
@@ -237,7 +243,12 @@ class _Reader:
         if not isinstance(tree, Mapping):
             self._wrong(f"{place} must hold 'name: value' entries, not {tree!r:.40}", form)
             return {}
-        entries = {str(key): value for key, value in tree.items()}
+        entries = {}
+        for key, value in tree.items():
+            if isinstance(key, bool) or key is None:
+                self._wrong(f"{place} has a name that YAML reads as {key}", 'quote the name, as in "no"')
+            else:
+                entries[str(key)] = value
         for key in [key for key in entries if known and key not in known]:
             meant = did_you_mean(key, known)
             fix = f"did you mean {meant}?" if meant else f"remove {key}; there are {', '.join(known)}"
@@ -276,9 +287,9 @@ class _Reader:
 
     def _stages(self, top: Mapping[str, Any], sources: Mapping[str, Source]) -> Iterator[MixtureStage]:
         quotas = {
-            name: {key: value for key, value in entry.items() if key in QUOTA_KEYS}
-            for name, entry in top.get("sources", {}).items()
-            if name in sources and isinstance(entry, Mapping)
+            str(name): {key: value for key, value in entry.items() if key in QUOTA_KEYS}
+            for name, entry in top["sources"].items()
+            if str(name) in sources and isinstance(entry, Mapping)
         }
         given = [name for name, quota in quotas.items() if quota]
         if "stages" not in top:
@@ -310,8 +321,11 @@ class _Reader:
 
     def _stage(self, where: str, tree: Any, sources: Mapping[str, Source], form: str) -> MixtureStage:
         values = self._mapping(where, tree, STAGE_KEYS, form)
-        name = str(values.get("name", ""))
-        if not NAME.fullmatch(name):
+        given = values.get("name", "")
+        name = "" if isinstance(given, bool) else str(given)
+        if isinstance(given, bool):
+            self._wrong(f"{where} has a name that YAML reads as {given}", 'quote the name, as in name: "no"')
+        elif not NAME.fullmatch(name):
             self._wrong(f"{where} needs a name of one word", "name: main")
         where = f"stage {name}" if name else where
         tokens, share, length = (values.get(key) for key in ("tokens", "share", "seq_length"))
@@ -323,7 +337,7 @@ class _Reader:
         return MixtureStage(
             name,
             self._mix(f"{where}, mix", values.get("mix"), sources),
-            None if tokens is None else int(self._amount(f"{where}, tokens", tokens, "2B")),
+            None if tokens is None else int(self._tokens(f"{where}, tokens", tokens)),
             None if share is None else self._share(f"{where}, share", share),
             length,
         )
@@ -350,8 +364,10 @@ class _Reader:
             if kind == "share":
                 mix[name] = Quota(kind, self._share(f"{where}, {name}, share", value, weight=True))
             else:
-                example = "1" if kind == "epochs" else "2B"
-                mix[name] = Quota(kind, self._amount(f"{where}, {name}, {kind}", value, example))
+                place = f"{where}, {name}, {kind}"
+                mix[name] = Quota(
+                    kind, self._amount(place, value, "1") if kind == "epochs" else self._tokens(place, value)
+                )
         return mix
 
     def _share(self, where: str, value: Any, weight: bool = False) -> Fraction:
@@ -367,6 +383,13 @@ class _Reader:
             )
             return Fraction(1)
         return share
+
+    def _tokens(self, where: str, value: Any) -> Fraction:
+        """Return a number of tokens."""
+        tokens = self._amount(where, value, "2B")
+        if tokens < 1:
+            self._wrong(f"{where} must be at least 1, not {value!r:.40}", "tokens: 2B")
+        return max(tokens, Fraction(1))
 
     def _amount(self, where: str, value: Any, example: str) -> Fraction:
         """Return a number above 0, which may have a unit, as 2B."""
@@ -404,8 +427,8 @@ class StagePlan:
         return tuple(begin + count * self.seq_length for begin, count in zip(self.begins, self.counts))
 
 
-def stage_tokens(mixture: Mixture, tokens: int, slack: int = 0) -> list[int]:
-    """Return the length of each stage in a run of ``tokens``.
+def stage_tokens(mixture: Mixture, tokens: int, seq_length: int, slack: int = 0) -> list[int]:
+    """Return the length of each stage in a run of ``tokens`` in samples of ``seq_length``.
 
     Without a stage that takes the rest, the last one ends with the run if that moves its end by up to ``slack``.
 
@@ -432,8 +455,12 @@ def stage_tokens(mixture: Mixture, tokens: int, slack: int = 0) -> list[int]:
         text = ", ".join(f"{stage.name} {size:,}" for stage, size in zip(mixture.stages, sizes))
         held = f"the stages have {sum(sizes) if rest is None else tokens - left:,} tokens ({text})"
         sentence = f"--data-mixture {mixture.path}: {held}, but the run has {tokens:,}"
-        fix = "set --train-iters or --train-samples to the tokens of the stages / --seq-length"
-        raise UserError([Problem(MIXTURE_CODE, sentence, (fix, f"drop the length of {mixture.stages[-1].name}"))])
+        needed = -(-(given + (rest is not None)) // ((1 - shares) or 1) // seq_length)
+        fixes = [f"a run of {needed * seq_length:,} tokens, --train-samples {needed}"] if given else []
+        last = mixture.stages[-1]
+        if last is not rest and rest is None:
+            fixes.append(f"drop the {'tokens' if last.share is None else 'share'} of {last.name}")
+        raise UserError([Problem(MIXTURE_CODE, sentence, tuple(fixes) or ("a longer run",))])
     return sizes
 
 
@@ -470,6 +497,26 @@ def split_samples(stage: MixtureStage, samples: int, seq_length: int, sources: M
     return tuple(counts.values())
 
 
+def smaller_quota(stage: MixtureStage, samples: int, seq_length: int, sources: Mapping[str, int]) -> str:
+    """Return a fix for a stage whose tokens and epochs exceed its samples; empty if they do not."""
+    once = {name: sources[name] if kind == "epochs" else 1 for name, (kind, _) in stage.mix.items()}
+    counts = {
+        name: round(amount * once[name] / seq_length) for name, (kind, amount) in stage.mix.items() if kind != "share"
+    }
+    if sum(counts.values()) <= samples:
+        return ""
+    largest = max(counts, key=lambda name: counts[name])
+    left, kind = counts[largest] - sum(counts.values()) + samples, stage.mix[largest].kind
+    if left <= 0:
+        return f"drop {largest} of {stage.name}"
+    if kind == "tokens":
+        return f"in {stage.name}, {largest}: {{tokens: {left * seq_length}}}"
+    exact = Fraction(left * seq_length, once[largest])
+    rounded = (round(exact, digits) for digits in range(1, 20))  # the shortest that gives as many samples
+    amount = next(epochs for epochs in rounded if round(epochs * once[largest] / seq_length) == left)
+    return f"in {stage.name}, {largest}: {{epochs: {float(amount):g}}}"
+
+
 def plan_stages(
     mixture: Mixture,
     tokens: int,
@@ -494,14 +541,14 @@ def plan_stages(
     done, problems = 0, list[Problem]()
     begins = tuple((consumed or {}).get(name, 0) for name in sources)
     plans = []
-    for stage, size in zip(mixture.stages, stage_tokens(mixture, tokens, slack)):
+    for stage, size in zip(mixture.stages, stage_tokens(mixture, tokens, seq_length, slack)):
         length = stage.seq_length or seq_length
         done += size
         samples = round(done / length) - round((done - size) / length)
         try:
             counts = split_samples(stage, samples, length, sources)
         except ValueError as error:
-            fix = f"a longer {stage.name}" if "leave nothing" in str(error) else "give one source a share"
+            fix = smaller_quota(stage, samples, length, sources) or "give one source a share"
             problems.append(Problem(MIXTURE_CODE, f"--data-mixture {mixture.path}: {error}", (fix,)))
             continue
         plans.append(StagePlan(stage, length, counts, begins))

@@ -24,7 +24,15 @@ from typing import IO, Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from megatron.checkpoint.durable_files import LockState, durable_rename, sync_file, sync_folder, try_lock, write_file
+from megatron.checkpoint.durable_files import (
+    FlushedFile,
+    LockState,
+    durable_rename,
+    sync_file,
+    sync_folder,
+    try_lock,
+    write_file,
+)
 from megatron.config.data_store import is_remote
 from megatron.config.files import read_small
 from megatron.config.text import listed
@@ -61,7 +69,7 @@ from megatron.data.tokenizers.tokenizer import (
 )
 
 MAX_SEQUENCE_LENGTH = 2**31 - 1  # tokens of a sequence
-COPY_BYTES = 8 << 20
+COPY_BYTES = 1 << 20  # small enough for the processor's cache, where the checksums find them
 TABLE_BLOCK = 1 << 20  # table entries in memory at once
 RESUME = "resume"  # in the names of the files of a writer that can be continued
 RESUME_SUFFIXES = ("bin", "lengths", "boundaries", "runs", "checksums")
@@ -149,7 +157,8 @@ class IndexedDatasetWriter:
                 self._checksums: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
                 self._origins = OriginsWriter(self._runs)
                 self._bin: IO[bytes] = files.enter_context(open(self._temporary("bin"), "x+b"))
-                self._ids = BlockChecksums(self._bin, self._checksums)
+                self._flushed = FlushedFile(self._bin)
+                self._ids = BlockChecksums(self._flushed, self._checksums)
                 with suppress(OSError):  # where files cannot be locked, leftovers are never removed
                     try_lock(self._bin)
             else:
@@ -183,7 +192,8 @@ class IndexedDatasetWriter:
                 raise DataError(f"{file.name} is shorter than it was", fix)
             file.truncate(size)
         self._origins = OriginsWriter(self._runs, runs)
-        self._ids = BlockChecksums(self._bin, self._checksums)
+        self._flushed = FlushedFile(self._bin)
+        self._ids = BlockChecksums(self._flushed, self._checksums)
         self._ids.resume(self._bin, id_bytes)
 
     @property
@@ -193,6 +203,7 @@ class IndexedDatasetWriter:
 
     def save(self) -> tuple[int, int, int, int]:
         """Flush everything to disk, and return what a new writer needs to continue after the documents so far."""
+        self._flushed.wait()
         for file in self._saved_files:
             sync_file(file)
         self._keep = True
@@ -274,6 +285,8 @@ class IndexedDatasetWriter:
             if kind is None and not self._published:
                 publish_all([self])
         finally:
+            with suppress(OSError):  # raised before, or another exception matters more
+                self._flushed.wait()
             kept = RESUME_SUFFIXES if self._keep and not self._published else ()
             for suffix in {"idx", *self._made, *RESUME_SUFFIXES, *self._extra_files}.difference(kept):
                 self._temporary(suffix).unlink(missing_ok=True)
@@ -291,6 +304,7 @@ class IndexedDatasetWriter:
                 raise DataError(
                     f"{path} is a folder, but a file must be written there", f"rm -r {shlex.quote(str(path))}"
                 )
+        self._flushed.wait()
         sync_file(self._bin)
         for folder in self._folders():
             folder.mkdir(exist_ok=True)

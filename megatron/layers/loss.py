@@ -92,6 +92,7 @@ class OutputLayer(nn.Module):
         self.weight = owner.parameter("weight")
         self.sequence_parallel, self.entries = context.sequence_parallel, spec.shape[0]
         self.scaling = config.logits_scaling
+        self.losses = nn.Identity()  # the loss of each token ``[T]`` passes it, for hooks of components
         first, held = context.tp.rank * spec.local_view[0], sum(piece.global_box.size[0] for piece in spec.pieces)
         self.vocabulary = VocabularyShard(
             first,
@@ -114,9 +115,7 @@ class OutputLayer(nn.Module):
         of_tokens: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]] | None = None,
         trains_weight: bool = True,
     ) -> tuple[Tensor, ...]:
-        """Return the summed cross-entropy of labels, with and without z-loss, and its summands, without gradients.
-
-        See :func:`linear_cross_entropy`.
+        """Return the summed cross-entropy of labels, with and without z-loss: see :func:`linear_cross_entropy`.
 
         Args:
             x_SBH: hidden states ``[S(/tp), B, H]``.
@@ -139,7 +138,11 @@ class OutputLayer(nn.Module):
         if self.shares_gradient:
             loss_grad = None
         weight_VH = self.weight if trains_weight else self.weight.detach()
-        return linear_cross_entropy(x_TH, weight_VH, labels, mask, self.vocabulary, z_coeff, loss_grad)
+        loss, cross_entropy, losses_T = linear_cross_entropy(
+            x_TH, weight_VH, labels, mask, self.vocabulary, z_coeff, loss_grad
+        )
+        self.losses(losses_T)
+        return loss, cross_entropy
 
     def token_losses(self, x_SBH: Tensor, targets_BSK: Tensor, weights_BSK: Tensor | None = None) -> Tensor:
         """Return the cross-entropy of each token ``[B, S]`` with its targets: ``sum_k w_k (log Z - logit[target_k])``.

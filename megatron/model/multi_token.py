@@ -134,7 +134,7 @@ class MultiTokenPrediction(Heads):
         for depth, (name, h_SBH) in enumerate(zip(self.names, states_SBH)):
             weight = batch.extra[LATER_WEIGHTS][depth] * self.coefficient
             mask_BS = batch.extra[LATER_MASK][..., depth].to(weight.dtype) * weight
-            loss, cross_entropy, _ = output_layer(
+            loss, cross_entropy = output_layer(
                 h_SBH, labels_BSD[..., depth], mask_BS, loss_grad=batch.loss_grad, trains_weight=not self.detached
             )
             total, sums[name] = total + loss, cross_entropy / self.coefficient

@@ -73,7 +73,7 @@ class NextTokenPrediction(Objective):
         self, hidden_SBH: Tensor, batch: MicroBatch, output_layer: OutputLayer
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the summed loss, and the cross-entropy."""
-        loss, cross_entropy, _ = output_layer(
+        loss, cross_entropy = output_layer(
             hidden_SBH, batch.labels, batch.loss_mask, self.config.z_loss_coeff, batch.loss_grad
         )
         return loss, {"lm loss": cross_entropy}

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.cli import ParsedArguments, given_values, parse
 from megatron.arguments.phases import (
-    PhaseEntry,
     collect_phases,
     describe_plan,
     mixture_phases,
@@ -100,40 +99,9 @@ def read_start(argv: Sequence[str], about: str = "") -> Start:
         DataError: if the data cannot be used, and there is no other problem.
     """
     Launch.read(os.environ)  # a broken environment is refused before any flag
-    given = given_values(argv)
-    entries = mixture_phases(given) if given.get("phases") is None else read_phases(given["phases"])
-    if entries:
-        return read_phased_start(argv, about, entries, given)
-    parsed = parse(argv, recall=stored_config, read_model=read_model_values, about=about, stored_layout=stored_layout)
-    return check_start(replace(parsed, config=with_data(parsed.config, parsed.world_size)))
-
-
-def read_phased_start(
-    argv: Sequence[str], about: str, entries: Sequence[PhaseEntry], given: Mapping[str, Any]
-) -> Start:
-    """Read and check a command line with several phases; other arguments and errors as for :func:`read_start`.
-
-    Args:
-        argv: see there.
-        about: see there.
-        entries: the phases.
-        given: values that presets, flags and files set.
-    """
-
-    def parse_phase(where: str, options: Mapping[str, Any], world_size: int | None) -> ParsedArguments:
-        parsed = parse(
-            argv,
-            recall=lambda options: stored_config(replace(options, save=None)),  # its own may be of any phase
-            read_model=read_model_values,
-            about=about,
-            phase=(where, options),
-            world_size=world_size,
-        )
-        return replace(parsed, config=with_data(parsed.config, parsed.world_size))
-
-    path = given.get("phases") or given["data_mixture"]
-    phases = plan_phases(path, entries, given, parse_phase)
-    names = [entry.name for entry in entries]
+    phases = parse_phases(argv, about)
+    if len(phases) == 1 and phases[0].config.training.phases is None:
+        return check_start(phases[0])
     sources = [ResumeSource() for _ in phases]  # of those that do not come next
     source = find_resume_source(phases[0].config.resume_options)
     choice = PhaseChoice(0, source)
@@ -150,8 +118,36 @@ def read_phased_start(
         except DataError as error:
             raise DataError(f"phase {phase[0].config.training.phase_name}: {error.seen}", *error.fixes) from error
 
+    names = [str(each.config.training.phase_name) for each in phases]
     starts = collect_phases(names, [*zip(phases, sources, beginnings)], check_phase)
     return replace(starts[0], phases=tuple(starts))
+
+
+def parse_phases(argv: Sequence[str], about: str = "") -> list[ParsedArguments]:
+    """Return the configuration of each phase of a command line, or of its only one, with what the data determine.
+
+    Arguments and errors as for :func:`read_start`, without the checks of the start.
+    """
+    given = given_values(argv)
+    entries = mixture_phases(given) if given.get("phases") is None else read_phases(given["phases"])
+    if not entries:
+        parsed = parse(
+            argv, recall=stored_config, read_model=read_model_values, about=about, stored_layout=stored_layout
+        )
+        return [replace(parsed, config=with_data(parsed.config, parsed.world_size))]
+
+    def parse_phase(where: str, options: Mapping[str, Any], world_size: int | None) -> ParsedArguments:
+        parsed = parse(
+            argv,
+            recall=lambda options: stored_config(replace(options, save=None)),  # its own may be of any phase
+            read_model=read_model_values,
+            about=about,
+            phase=(where, options),
+            world_size=world_size,
+        )
+        return replace(parsed, config=with_data(parsed.config, parsed.world_size))
+
+    return plan_phases(given.get("phases") or given["data_mixture"], entries, given, parse_phase)
 
 
 def with_data(config: RunConfig, world_size: int) -> RunConfig:

@@ -1,7 +1,7 @@
 """The loss of each source of the training data in log lines, with ``--log-loss-per-source``.
 
-The last stage observes the output layer, which returns the loss of every token, and keeps the sums of each sample on
-the device. A log line adds them up over all ranks, by the sources of the samples, in one collective; no step waits.
+The last stage observes the losses of tokens in the output layer, and keeps the sums of each sample on the device. A log
+line adds them up over all ranks, by the sources of the samples, in one collective; no step waits.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class SourceLosses(Component):
         for chunk in self._trainer.chunks.values():
             if chunk.output_layer is not None and self._trainer.mesh.coordinate["tp"] == 0:
                 chunk.register_forward_pre_hook(self._enter)
-                chunk.output_layer.register_forward_hook(self._see)
+                chunk.output_layer.losses.register_forward_hook(self._see)
 
     def _enter(self, chunk: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._batch = inputs[1] if chunk.training else None  # not those of evaluations
 
     @torch.no_grad()
-    def _see(self, module: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def _see(self, module: nn.Module, inputs: tuple[Any, ...], losses_T: Tensor) -> None:
         batch, self._batch = self._batch, None  # heads call the layer, too, after the objective
         if batch is not None:
-            losses_SB = output[2].view(-1, len(batch.tokens)).double()
+            losses_SB = losses_T.view(-1, len(batch.tokens)).double()
             sums = losses_SB.sum(0), batch.loss_mask.sum(1, dtype=torch.float64)
             self._seen.append(torch.stack([batch.sample_ids.double(), *sums]))
 

@@ -10,9 +10,10 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron.checkpoint.durable_files import LockState, publish_file, try_lock
+from megatron.checkpoint.durable_files import FlushedFile, LockState, publish_file, try_lock
 from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import LEASE_FILE, acquire_lease
@@ -47,6 +48,29 @@ def test_every_other_sync_must_succeed(
     refuse_sync(monkeypatch, code, folders)
     with pytest.raises(StorageError, match=re.escape(os.strerror(code))):
         save(tmp_path / "runs" / "iter_0000001", small())
+
+
+def test_a_file_that_is_flushed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the flush is reported, although the system reports it to that flush alone."""
+    monkeypatch.setattr("megatron.checkpoint.durable_files.FLUSH_BYTES", 8)
+    with open(tmp_path / "x", "wb") as file:
+        flushed = FlushedFile(file)
+        for number in range(20):
+            flushed.write(memoryview(np.full(3, number, "<i4")))
+        flushed.wait()
+    assert np.fromfile(tmp_path / "x", "<i4").tolist() == [number for number in range(20) for _ in range(3)]
+    refuse_sync(monkeypatch, errno.EIO, folders=False)
+    with open(tmp_path / "y", "wb") as file:
+        flushed = FlushedFile(file)
+        flushed.write(b"seven b")
+        flushed.wait()
+        flushed.write(b"8")
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
+            flushed.wait()
+        assert caught.value.filename == str(tmp_path / "y")
+        monkeypatch.undo()  # later flushes succeed
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            flushed.wait()
 
 
 @pytest.mark.parametrize("moment", ["COMPLETE", "iter_0000002"])  # the second has the marker, and goes nevertheless

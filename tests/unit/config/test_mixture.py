@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.errors import UserError
-from megatron.config.mixture import Mixture, Quota, plan_segments, plan_stages, read_mixture
+from megatron.config.mixture import Mixture, Quota, plan_segments, plan_stages, read_mixture, stage_tokens
 
 STAGES = """
 sources:
@@ -140,3 +140,70 @@ def test_what_is_read_beyond_the_plan_counts(tmp_path: Path) -> None:
     assert plans[-1][0].ends == (1000, 1000)
     with pytest.raises(UserError, match=r"the run reads code 2.02 times \(1,010 tokens of 500\)"):
         plan_segments(found, [100, 40, 62], 10, once, {}, 0)
+
+
+READ: dict[str, str] = {
+    "a number": "sources: {2023: {path: a, share: 1}, web: {path: b, share: 3}}",
+    "a number in stages": "sources: {2023: a, web: b}\nstages: [{name: 1, mix: {2023: 1, web: 3}}]",
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_names_may_be_numbers(tmp_path: Path, name: str) -> None:
+    found = mixture(tmp_path, READ[name])
+    assert [*found.sources] == ["2023", "web"]
+    assert plan_stages(found, 400, 10, {"2023": 100, "web": 100})[0].counts == (10, 30)
+
+
+ONE_SENTENCE: dict[str, tuple[str, str]] = {
+    "a list": ("[1, 2]", "it must hold 'name: value' entries, not [1, 2]"),
+    "an empty file": ("", "it must hold 'name: value' entries, not None"),
+    "no sources": ("sources: {}", "there are no sources"),
+    "a name of YAML's": ("sources: {no: {path: a}}", "sources has a name that YAML reads as False"),
+    "a stage of that name": (
+        "sources: {web: a}\nstages: [{name: off, mix: {web: 1}}]",
+        "stages, 1 has a name that YAML reads as False",
+    ),
+    "one path twice": ("sources: {web: [a, ./a]}", "web reads a, web reads ./a, the same file: it would be repeated"),
+    "in two sources": (
+        "sources: {web: {path: a, share: 1}, code: {path: b/../a, share: 1}}",
+        "web reads a, code reads b/../a, the same file: it would be repeated",
+    ),
+    "less than a token": (
+        "sources: {web: a}\nstages: [{name: x, tokens: 0.1, mix: {web: 1}}, {name: y, mix: {web: 1}}]",
+        "stage x, tokens must be at least 1, not 0.1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_SENTENCE)
+def test_a_fault_is_one_sentence(tmp_path: Path, name: str) -> None:
+    text, sentence = ONE_SENTENCE[name]
+    with pytest.raises(UserError) as refused:
+        mixture(tmp_path, text)
+    (problem,) = refused.value.problems
+    assert problem.sentence == f"--data-mixture {tmp_path}/mixture.yaml: {sentence}"
+    assert problem.fixes
+
+
+FITTING: dict[str, tuple[str, str]] = {
+    "epochs": ("sources: {web: {path: a, share: 1}, code: {path: b, epochs: 9}}", "epochs: 9"),
+    "without shares": ("sources: {web: {path: a, epochs: 3}, code: {path: b, tokens: 3K}}", "epochs: 3"),
+    "tokens": ("sources: {web: {path: a, share: 1}, code: {path: b, tokens: 70K}}", "tokens: 70K"),
+}
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_a_fix_of_an_amount_fits(tmp_path: Path, name: str) -> None:
+    text, wrong = FITTING[name]
+    fix = problems(tmp_path, text).partition("{")[2].partition("}")[0]
+    assert fix.partition(":")[0] == wrong.partition(":")[0]
+    once = {"web": 4000, "code": 2000}
+    assert plan_stages(mixture(tmp_path, text.replace(wrong, fix)), 10_000, 10, once)[0].samples == 1000
+
+
+def test_a_fix_of_the_length_fits(tmp_path: Path) -> None:
+    for text in (STAGES.replace("6.5K", "9.5K"), STAGES.replace("seq_length: 100", "tokens: 1K")):
+        length = problems(tmp_path, text).partition("a run of ")[2].partition(" tokens")[0]
+        tokens = int(length.replace(",", ""))
+        assert sum(stage_tokens(mixture(tmp_path, text), tokens, 10, slack=10)) == tokens

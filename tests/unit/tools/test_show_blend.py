@@ -73,6 +73,31 @@ def test_what_cannot_be_shown_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "there are no token files to blend" in capsys.readouterr().err
 
 
+def test_the_stages_of_all_phases_are_shown(tmp_path: Path) -> None:
+    """Stages of several lengths: 400 tokens of early, 600 of long, of which 200 are 2 epochs of code."""
+    flags = [*FLAGS, "--max-position-embeddings", "50", "--data-mixture", "mixture.yaml", "--save", "s"]
+    assert main([*flags, "--json", "out.json"]) == 0
+    early, long = json.loads((tmp_path / "out.json").read_text())["stages"]
+    assert [(stage["name"], stage["seq_length"], stage["samples"]) for stage in (early, long)] == [
+        ("early", 10, 40),
+        ("long", 50, 15),
+    ]
+    counts = {use["name"]: (use["begin"], use["tokens"]) for use in long["sources"]}
+    assert counts == {"web": (300, 550), "code": (100, 200)}
+
+
+def test_the_stages_of_a_file_of_phases_are_shown(tmp_path: Path) -> None:
+    """Each phase takes the stages of the mixture, and continues its sources."""
+    (tmp_path / "phases.yaml").write_text(
+        "[{name: p, tokens: 500, data_mixture_stages: [early]}, {name: q, tokens: 100, data_mixture_stages: [early]}]"
+    )
+    flags = [*FLAGS[:-2], "--data-mixture", "mixture.yaml", "--save", "s", "--phases", "phases.yaml"]
+    assert main([*flags, "--json", "out.json"]) == 0
+    stages = json.loads((tmp_path / "out.json").read_text())["stages"]
+    assert [stage["name"] for stage in stages] == ["p", "q"]
+    assert [(use["begin"], use["tokens"]) for use in stages[1]["sources"]] == [(380, 80), (120, 20)]
+
+
 def test_torch_is_not_imported(tmp_path: Path) -> None:
     program = "import sys; from tools.show_blend import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     flags = [*FLAGS, "--data-mixture", "mixture.yaml", "--data-mixture-stages", "early"]

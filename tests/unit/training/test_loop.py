@@ -106,7 +106,7 @@ def test_a_ramp_and_a_last_batch_that_is_not_full(tmp_path: Path) -> None:
 
 
 def test_batches_without_labels_give_zero_loss_and_finite_weights(tmp_path: Path) -> None:
-    def masked(masks: MaskBuilder, tokens: Any, labels: Any) -> BatchArrays:
+    def masked(masks: MaskBuilder, tokens: Any, labels: Any, *_: Any) -> BatchArrays:
         return BatchArrays(tokens, labels, np.zeros(tokens.shape, dtype=np.float32), None, None)
 
     with patch.object(MaskBuilder, "build", masked):

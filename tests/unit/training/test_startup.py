@@ -351,7 +351,7 @@ def test_the_clock_starts_with_the_process(tmp_path: Path, monkeypatch: pytest.M
     assert before - 0.02 <= float(out) < after  # the kernel counts in hundredths
     assert float(out) - before < (after - before) / 2
     given: list[StartupTimer] = []
-    monkeypatch.setattr(main, "run", lambda config, notes, startup: given.append(startup) or 0)
+    monkeypatch.setattr(main, "run", lambda config, notes, startup, plan: given.append(startup) or 0)
     assert pretrain_gpt.main([*FLAGS.split(), "--run-dir", str(tmp_path)]) == 0
     assert given[0].began == pytest.approx(process_start_time(), abs=0.02)
     assert given[0].began < before
