@@ -58,6 +58,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("phases") / "whole"
     done = start(phased(folder))
     assert (done.status, done.err) == (0, "")
+    assert "earlier start" not in done.out
+    assert done.out.count(f"{folder} holds the phase before: metrics.jsonl is appended to; changed files") == 2
     return folder
 
 
