@@ -223,6 +223,8 @@ def test_however_it_is_run_and_saved_the_phases_are_the_same(whole: Path, tmp_pa
         done = start(phased(tmp_path, f"{FLAGS} {flags.format(tmp_path)}"))
         assert done.status == 0  # a save may be left out while another one is written
         assert (tmp_path / "finished.json").exists() == (number + 1 == starts)
+        if way == "in parts" and number + 1 < starts:
+            assert f"stopped by --exit-interval 2 after step {2 * number + 2} of 9" in done.out
     assert column(tmp_path, "lm loss") == column(whole, "lm loss")
     found = differences(tmp_path / "saved/iter_0000009", whole / "saved/iter_0000009")
     assert found == ([] if way != "evaluated" else ["data", "evaluated", "losses"])
