@@ -270,6 +270,7 @@ def test_a_plan_that_is_changed(whole: Path, tmp_path: Path) -> None:
     changed = start(phased(tmp_path / "run", phases=[main, long, anneal, {**later, "lr": 2e-3, "tokens": 128}]))
     assert changed.status == 2
     assert "E825 the batch, the length or the schedule is not the checkpoint's: " in changed.err
+    assert "fix: tokens: 64 in phase more, --lr 0.001 | --resume-mode new-schedule" in changed.err
 
 
 def test_a_run_without_phases_continues_with_them_by_a_resume_mode(tmp_path: Path) -> None:
