@@ -100,6 +100,12 @@ class PlaceRanges:
         """Return the places ``[n]`` of what is left, by number ``[n]``."""
         return numbers + self._skipped[np.searchsorted(self._kept, numbers, side="right")]
 
+    def numbers(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers of what is left of ascending ``places``: the inverse of :meth:`places`."""
+        before = np.searchsorted(self.ends, places, side="right")  # ranges that have ended
+        left = places < np.append(self.begins, np.iinfo(np.int64).max)[before]
+        return places[left] - self._skipped[before[left]]
+
     def end(self, samples: int) -> int:
         """Return the place after the first ``samples`` places that are left."""
         return int(self.places(np.array([samples - 1]))[0]) + 1 if samples else 0
@@ -128,6 +134,10 @@ class SkippedDataset(Dataset):
     def spans(self, i: int) -> tuple[Span, ...]:
         """See `Dataset.spans`."""
         return self.dataset.spans(self.place(i))
+
+    def places_of(self, sequences: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """See `Dataset.places_of`."""
+        return self.skipped.numbers(self.dataset.places_of(sequences))
 
     def source_of(self, i: int) -> str | None:
         """See `Dataset.source_of`."""
