@@ -175,5 +175,5 @@ def _fingerprint(function: Callable[..., object]) -> str:
 def _call(step: Step, function: Callable[[Any], object], document: Any) -> object:
     try:
         return function(document)
-    except Exception as error:  # a user's function may fail in any way
+    except (Exception, SystemExit) as error:  # a user's function may fail in any way
         raise StepError(f": {step} raised {type(error).__name__}: {clipped(error)}") from error
