@@ -65,6 +65,7 @@ class DroppedDocument(NamedTuple):
     """Document that a step has dropped."""
 
     reason: str
+    num_bytes: int  # of decompressed input, as `TextDocument.num_bytes`
 
 
 class BadDocument(NamedTuple):
@@ -552,7 +553,7 @@ def _transform(
         except StepError as error:
             raise BadDocumentError(str(error), "mend the function") from error
         if isinstance(result, str):
-            return DroppedDocument(result)
+            return DroppedDocument(result, num_bytes)
         record = result
     return TextDocument(tuple([text_of(record, key) for key in keys]), place, num_bytes)
 
