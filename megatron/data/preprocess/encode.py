@@ -33,7 +33,7 @@ from megatron.config.text import counted
 from megatron.data.document_origins import make_runs
 from megatron.data.errors import DataError
 from megatron.data.indexed_writer import RESUME, IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
-from megatron.data.manifest import InputRecords
+from megatron.data.manifest import MAX_BYTES, InputRecords
 from megatron.data.preprocess.corpus import (
     BLOCK_BYTES,
     BadDocument,
@@ -314,7 +314,7 @@ class RunState:
     def load(cls, path: Path) -> RunState | None:
         """Return the saved state, or None if there is none; raise DataError if it is damaged."""
         try:
-            fields = parse_json(read_small(path))
+            fields = parse_json(read_small(path, MAX_BYTES))
             return cls(**fields | {"totals": PreprocessTotals(**fields["totals"])})
         except FileNotFoundError:
             return None
