@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 if __name__ == "__main__":  # until main has a handler of its own; the imports below take a while
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
+from megatron.checkpoint.durable_files import checksum
 from megatron.config.text import echo, shell_word
 from megatron.data.errors import DataError, StopSignal, ToolParser, run_tool
 from megatron.data.indexed_writer import check_not_existing, id_dtype
@@ -143,6 +144,8 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
     sizes = [file.stat().st_size for file in files]
     shard = args.shard
     part = FilesPart(files, 0, None) if shard is None else select_part(files, sizes, shard)
+    names = {copy: name for copy, name in zip(inputs, args.input) if copy != name}
+    corpus = [(names.get(str(file), str(file)), size) for file, size in zip(files, sizes)]
     stored_bytes = sum(sizes) // (1 if shard is None else shard.of)
     blocks = 1 + stored_bytes // BLOCK_BYTES
     plan = PreprocessOptions(
@@ -157,12 +160,13 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
         max_line_bytes=args.max_line_bytes,
         overwrite=args.overwrite,
         shard=shard,
+        corpus=checksum(repr(corpus).encode()),
         start=part.start,
         stop=part.stop,
         steps=getattr(args, "steps", ()),
         drop=args.drop,
         sentences=splitter_of(args),
-        names={copy: name for copy, name in zip(inputs, args.input) if copy != name},
+        names=names,
     )
     if plan.workers == 1:
         os.environ.setdefault("RAYON_NUM_THREADS", "1")  # the default of Rust libraries is one thread per core

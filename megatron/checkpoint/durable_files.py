@@ -200,6 +200,13 @@ def publish_file(path: Path, content: Bytes) -> None:
         raise
 
 
+def replace_file(path: Path, content: str) -> None:
+    """Create or replace a small file that may be lost or cut off in a crash of the machine."""
+    part = path.with_name(f"{path.name}.{os.urandom(4).hex()}.part")
+    part.write_text(content)
+    os.replace(part, path)
+
+
 class LockState(Enum):
     """Result of `try_lock`."""
 

@@ -40,6 +40,7 @@ from megatron.checkpoint.durable_files import (
     durable_rename,
     lock_holder,
     make_folder,
+    replace_file,
     sync_folder,
     try_lock,
     write_file,
@@ -49,7 +50,7 @@ from megatron.config.privacy import PRIVATE_FILE, check_access, private_mode
 from megatron.config.text import echo
 from megatron.data.dataset import fingerprint
 from megatron.data.indexed_dataset import OPEN_FILES_FIX, is_too_many_open_files
-from megatron.data.known_files import file_identity, replace_file
+from megatron.data.known_files import file_identity
 
 CACHE_FORMAT = 1  # increased when the tables of the same facts change
 ABOUT = "about.json"

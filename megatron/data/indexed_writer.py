@@ -74,6 +74,7 @@ TABLE_BLOCK = 1 << 20  # table entries in memory at once
 RESUME = "resume"  # in the names of the files of a writer that can be continued
 RESUME_SUFFIXES = ("bin", "lengths", "boundaries", "runs", "checksums")
 INDEX_ENTRY_BYTES = 20  # index entry of a document of one sequence: length, pointer and boundary
+SHARED_BY_SHARDS = ("corpus", "options", "steps", "sentences")  # fields of their manifests
 DATASET_SUFFIXES = ("bin", "idx", ORIGINS_SUFFIX, MANIFEST_SUFFIX, RECORD_SUFFIX, FILES_SUFFIX)
 """Suffixes of a dataset's files and folder, ``<prefix>.<suffix>``."""
 
@@ -563,13 +564,20 @@ def in_shard_order(parts: Sequence[MergeInput]) -> tuple[list[MergeInput], str |
     """Return the parts in the order of their shards if all are shards of one corpus, and a note if some are missing.
 
     Raises:
-        DataError: when a shard is there twice.
+        DataError: when a shard is there twice, or shards are of different corpora or were written with other options.
     """
     manifests = [DatasetManifest.read(local_prefix(part.prefix)) for part in parts]
     shards = [manifest.facts.get("shard") if manifest else None for manifest in manifests]
     known = [(number, of) for number, of in filter(None, shards)]
     if len(known) < len(parts) or len({of for _, of in known}) > 1:
         return list(parts), None
+    facts = [manifest.facts for manifest in manifests if manifest]
+    for field in SHARED_BY_SHARDS:
+        for (a, of_a), (b, of_b) in pairwise(zip(parts, facts)):
+            if of_a.get(field) != of_b.get(field):
+                seen = f"{a.prefix} and {b.prefix} are not shards of the same corpus, preprocessed in the same way"
+                differs = f"{field} is {of_a.get(field)!s:.80} and {of_b.get(field)!s:.80}"
+                raise DataError(f"{seen}: {differs}", "preprocess all shards again, from the same input")
     by_number: dict[int, MergeInput] = {}
     for (number, of), part in zip(known, parts):
         if (other := by_number.setdefault(number, part)) is not part:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.checkpoint.durable_files import make_folder
+from megatron.checkpoint.durable_files import make_folder, replace_file
 from megatron.config.privacy import check_access
 from megatron.data.dataset import fingerprint
 
@@ -28,13 +28,6 @@ class KnownPair(NamedTuple):
 def file_identity(state: os.stat_result) -> tuple[int, int, int, int]:
     """Return what changes whenever a file is written to or replaced."""
     return state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
-
-
-def replace_file(path: Path, content: str) -> None:
-    """Create or replace a small file that may be lost or cut off in a crash of the machine."""
-    part = path.with_name(f"{path.name}.{os.urandom(4).hex()}.part")
-    part.write_text(content)
-    os.replace(part, path)
 
 
 class KnownFiles:

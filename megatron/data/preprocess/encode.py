@@ -90,6 +90,7 @@ class PreprocessOptions:
     max_line_bytes: int = MAX_LINE_BYTES  # of a line or a plain file; a longer one is an invalid document
     overwrite: bool = False  # start over if an interrupted run had other settings, instead of failing
     shard: Shard | None = None  # that the files are of
+    corpus: str = ""  # checksum of the names and sizes of the files of all shards
     start: int = 0  # byte of the first file at which the shard begins
     stop: int | None = None  # byte of the last file at which it ends; None for the end of the file
     steps: Sequence[Step] = ()  # that change or drop documents, in this order
@@ -339,7 +340,7 @@ def _settings(
     files = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(plan.files, stats)]
     libraries = ", ".join(f"{name} {version(name)}" for name in ("zstandard", "pyarrow") if find_spec(name))
     return {
-        "--input": checksum(repr(files).encode()),
+        "--input": checksum(repr(files if plan.shard is None else (files, plan.corpus)).encode()),
         "--json-keys": json.dumps(plan.keys),
         "--tokenizer-type or --tokenizer-model": checksum(TokenizerRecord.of(tokenizer).to_bytes()),
         "--append-eod": str(plan.append_eod),
@@ -354,16 +355,21 @@ def _settings(
 
 
 def _describe(
-    plan: PreprocessOptions, tokenizer: Tokenizer, engine: EncodeEngine, transforms: DocumentTransforms
+    plan: PreprocessOptions,
+    tokenizer: Tokenizer,
+    engine: EncodeEngine,
+    transforms: DocumentTransforms,
+    drop: DropList | None,
 ) -> dict[str, Any]:
     """Return the fields of the manifest that are known before the input is read."""
+    options = {"append_eod": plan.append_eod, "json_keys": plan.keys, "max_line_bytes": plan.max_line_bytes}
     return {
         "tokenizer": {"type": TokenizerRecord.of(tokenizer).tokenizer_type, "fingerprint": tokenizer.fingerprint},
-        "options": {"append_eod": plan.append_eod, "json_keys": plan.keys, "max_line_bytes": plan.max_line_bytes},
+        "options": options | ({} if drop is None else {"drop": drop.digest}),
         "engine": engine.name,
         "steps": transforms.describe(),
         **({} if plan.sentences is None else {"sentences": str(plan.sentences)}),
-        **({} if plan.shard is None else {"shard": plan.shard}),
+        **({} if plan.shard is None else {"shard": plan.shard, "corpus": plan.corpus}),
     }
 
 
@@ -432,7 +438,7 @@ def write_dataset(
         totals = replace(state.totals, before=state.totals)
         report = BadDocumentReport(plan.skip_bad, progress.message, state.bad)
         names = [plan.names.get(str(file), str(file)) for file in plan.files]
-        inputs, manifest = InputRecords(state.inputs), _describe(plan, tokenizer, engine, transforms)
+        inputs, manifest = InputRecords(state.inputs), _describe(plan, tokenizer, engine, transforms, drop)
         prefixes = [output_prefix(plan.prefix, key, plan.sentences is not None) for key in plan.keys]
         writers = [
             stack.enter_context(IndexedDatasetWriter(prefix, dtype, extra_files, written, names, manifest))

@@ -126,6 +126,23 @@ def test_missing_and_repeated_shards(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "are both shard 2/3" in capsys.readouterr().err
 
 
+def test_shards_of_another_corpus_or_with_other_options_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus, parts = write_corpus(tmp_path / "corpus", 1), tmp_path / "parts"
+    flags = ["--input", str(parts), "--output-prefix", str(tmp_path / "merged"), "--overwrite"]
+    run(corpus, parts / "part0", "--shard", "0/2")
+    run(corpus, parts / "part1", "--shard", "1/2", "--max-line-bytes", "1000")
+    assert merge(flags) == 1
+    assert "options is {'append_eod': True, 'json_keys': ['text'], 'max_line_bytes'" in capsys.readouterr().err
+    (corpus / "z.jsonl").write_text("{}\n")
+    run(corpus, parts / "part1", "--shard", "1/2", "--on-bad-line", "skip", "--overwrite")
+    assert merge(flags) == 1
+    assert "are not shards of the same corpus, preprocessed in the same way: corpus is" in capsys.readouterr().err
+    run(corpus, parts / "part0", "--shard", "0/2", "--overwrite")
+    assert merge(flags) == 0
+
+
 @pytest.mark.parametrize("shard", ["3/3", "-1/3", "1", "0/0", "a/b"])
 def test_a_shard_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], shard: str) -> None:
     flags = ["--tokenizer-type", "ByteTokenizer", "--output-prefix", str(tmp_path / "out"), f"--shard={shard}"]
