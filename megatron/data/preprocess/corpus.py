@@ -551,7 +551,7 @@ def _transform(
         try:
             result = transforms(record)
         except StepError as error:
-            raise BadDocumentError(str(error), "mend the function") from error
+            raise BadDocumentError(str(error), error.fix) from error
         if isinstance(result, str):
             return DroppedDocument(result, num_bytes)
         record = result
