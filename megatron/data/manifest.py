@@ -21,7 +21,7 @@ MANIFEST_SUFFIX, ORIGINS_SUFFIX = "manifest.json", "origins"
 FORMAT, VERSION = "megatron-pretrain-data", 1
 BLOCK_BYTES = 16 << 20  # of a file, under one checksum
 READ_BYTES = 1 << 20
-MAX_BYTES = 256 << 20  # of a manifest: the checksums of 200 TB
+MAX_BYTES = 256 << 20  # of a manifest, the checksums of 200 TB, and of other lists of all inputs
 DIGEST_BYTES = 8
 COPY_AGAIN = "copy the files of the pair again"
 

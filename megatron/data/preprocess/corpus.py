@@ -65,6 +65,7 @@ class DroppedDocument(NamedTuple):
     """Document that a step has dropped."""
 
     reason: str
+    num_bytes: int  # of decompressed input, as `TextDocument.num_bytes`
 
 
 class BadDocument(NamedTuple):
@@ -550,9 +551,9 @@ def _transform(
         try:
             result = transforms(record)
         except StepError as error:
-            raise BadDocumentError(str(error), "mend the function") from error
+            raise BadDocumentError(str(error), error.fix) from error
         if isinstance(result, str):
-            return DroppedDocument(result)
+            return DroppedDocument(result, num_bytes)
         record = result
     return TextDocument(tuple([text_of(record, key) for key in keys]), place, num_bytes)
 

@@ -31,6 +31,7 @@ from megatron.checkpoint.durable_files import LockState, checksum, publish_file,
 from megatron.config.files import parse_json, read_small
 from megatron.config.text import counted
 from megatron.data.errors import DataError
+from megatron.data.manifest import MAX_BYTES
 from megatron.data.preprocess.corpus import (
     BLOCK_BYTES,
     BadDocument,
@@ -188,7 +189,7 @@ class Deduplication:
         """Return the state of an interrupted command with the same settings, or that of a new one."""
         settings = self._settings()
         try:
-            state = WorkState(**parse_json(read_small(self._state_path)))
+            state = WorkState(**parse_json(read_small(self._state_path, MAX_BYTES)))
         except FileNotFoundError:
             state = WorkState(settings)
         except (ValueError, TypeError) as error:

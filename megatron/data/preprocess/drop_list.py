@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from megatron.checkpoint.durable_files import checksum, publish_file
 from megatron.config.files import parse_json, read_small
 from megatron.data.errors import DataError
+from megatron.data.manifest import MAX_BYTES
 from megatron.data.preprocess.corpus import Block, FileBlock, load_block
 from megatron.data.preprocess.files import is_table
 
@@ -64,7 +65,7 @@ class DropList:
         """Open a list; raise DataError if it is missing or damaged."""
         folder = Path(folder)
         try:
-            stored = read_small(folder / LIST_NAME)
+            stored = read_small(folder / LIST_NAME, MAX_BYTES)
             content = parse_json(stored)
             if content["format"] != LIST_FORMAT:
                 raise DataError(f"{folder / LIST_NAME} has format {content['format']}", "use the version that wrote it")

@@ -33,7 +33,7 @@ from megatron.config.text import counted
 from megatron.data.document_origins import make_runs
 from megatron.data.errors import DataError
 from megatron.data.indexed_writer import RESUME, IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
-from megatron.data.manifest import InputRecords
+from megatron.data.manifest import MAX_BYTES, InputRecords
 from megatron.data.preprocess.corpus import (
     BLOCK_BYTES,
     BadDocument,
@@ -315,7 +315,7 @@ class RunState:
     def load(cls, path: Path) -> RunState | None:
         """Return the saved state, or None if there is none; raise DataError if it is damaged."""
         try:
-            fields = parse_json(read_small(path))
+            fields = parse_json(read_small(path, MAX_BYTES))
             return cls(**fields | {"totals": PreprocessTotals(**fields["totals"])})
         except FileNotFoundError:
             return None
@@ -427,7 +427,7 @@ def write_dataset(
     with ExitStack() as stack:
         pool = stack.enter_context(closing(EncoderPool(plan, tokenizer.fingerprint))) if plan.workers > 1 else None
         is_compared = tokenizer.files and plan.engine != OWN_LIBRARY
-        sample = read_sample(plan.files, plan.keys, plan.max_line_bytes, transforms) if is_compared else []
+        sample = read_sample(plan.files, plan.keys, plan.max_line_bytes, transforms, check) if is_compared else []
         engine = choose_engine(tokenizer, sample, plan.engine)
         check()
         progress.message(f"engine: {engine.name} ({engine.reason})")
@@ -539,16 +539,19 @@ def read_sample(
     keys: Sequence[str],
     max_line_bytes: int = MAX_LINE_BYTES,
     transforms: DocumentTransforms | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Return the first texts of the input, at most `SAMPLE_BYTES` of them, without invalid documents.
+    """Return the first texts of the input, at most `SAMPLE_BYTES` of them, without invalid or dropped documents.
 
     They are searched for in the first `SAMPLE_SEARCH_BYTES`, so that an input without valid texts fails soon.
+    ``check`` is called between documents.
     """
     found: list[str] = []
     size = searched = 0
     for block in split_into_blocks(files, keys, SAMPLE_BYTES, max_line_bytes, transforms):
         for document in read_block(block, keys, transforms=transforms):
-            searched += 0 if isinstance(document, DroppedDocument) else document.num_bytes
+            check()
+            searched += document.num_bytes
             for text in document.texts if isinstance(document, TextDocument) else ():
                 characters = text.decode() if isinstance(text, bytes) else text
                 found.append(characters[: SAMPLE_BYTES - size])

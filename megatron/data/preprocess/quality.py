@@ -9,7 +9,7 @@ from importlib.metadata import version
 from inspect import signature
 from typing import Any, NamedTuple
 
-from megatron.config.text import did_you_mean
+from megatron.config.text import clipped, did_you_mean
 from megatron.data.errors import DataError
 
 QUALITY_FIX = "pip install 'megatron-pretrain[quality]'"
@@ -24,6 +24,13 @@ FILTERS = {
 
 GROUPS = {"gopher": ("gopher-repetition", "gopher-quality")}
 """Names of several filters, in their order."""
+
+PROSE = """The river is wide, and the boats that cross it with people are slow in the summer of every year.
+They have to be there before the sun goes down, and it is a long way for those who walk.
+In the morning the market opens near the bridge, where farmers sell bread, apples and cheese.
+Children like to watch how their parents bargain with the merchants about each single price.
+When it rains, nobody stays outside, but the old inn at the corner is warm and full of voices."""
+"""Text that all filters keep, so that it meets all their options."""
 
 
 class QualityFilter(NamedTuple):
@@ -62,7 +69,7 @@ def load_quality_filter(name: str) -> QualityFilter:
     """Return the filter ``NAME[:OPTION=VALUE,...]`` with the options of its class, by default those of datatrove.
 
     Raises:
-        DataError: if the library is missing, or has no such options.
+        DataError: if the library is missing, has no such options, or fails at a text with them.
     """
     try:
         import spacy  # noqa: F401  (of datatrove, which imports it at the first document)
@@ -80,8 +87,10 @@ def load_quality_filter(name: str) -> QualityFilter:
         )
     try:
         quality = getattr(filters, FILTERS[base])(**{key: _value(text) for key, text in given.items()})
-    except (TypeError, ValueError) as error:
-        raise DataError(f"--quality {name}: wrong options: {error}", f"--quality {base}:OPTION=VALUE") from error
+        quality.filter(Document(PROSE, "0"))
+    except Exception as error:  # values of a wrong type fail anywhere in the library
+        seen = f"--quality {name}: {'wrong options' if options else type(error).__name__}: {clipped(error)}"
+        raise DataError(seen, f"--quality {base}:OPTION=NUMBER") from error
 
     def apply(text: str) -> tuple[str | None, str]:
         document = Document(text, "0")

@@ -37,6 +37,10 @@ class Step(NamedTuple):
 class StepError(Exception):
     """A step failed at a document; the message is a sentence without its subject."""
 
+    def __init__(self, seen: str, fix: str = "mend the function") -> None:
+        super().__init__(seen)
+        self.fix = fix
+
 
 Record = dict[str, Any]
 
@@ -107,7 +111,13 @@ def _load(step: Step) -> LoadedStep:
     if step.flag == QUALITY:
         from megatron.data.preprocess.quality import load_quality_filter
 
-        return LoadedStep(step, *load_quality_filter(step.name))
+        quality = load_quality_filter(step.name)
+
+        def apply_quality(text: Any) -> tuple[Any, str]:
+            result: tuple[Any, str] = _call(step, quality.apply, text, "another --quality")
+            return result
+
+        return LoadedStep(step, *quality._replace(apply=apply_quality))
     function = _import_function(step)
     takes_text = _takes_text(function)
     wanted = str if takes_text else dict
@@ -172,8 +182,8 @@ def _fingerprint(function: Callable[..., object]) -> str:
         return checksum(Path(file).read_bytes() if file else repr(function).encode())
 
 
-def _call(step: Step, function: Callable[[Any], object], document: Any) -> object:
+def _call(step: Step, function: Callable[[Any], Any], document: Any, fix: str = "mend the function") -> Any:
     try:
         return function(document)
-    except Exception as error:  # a user's function may fail in any way
-        raise StepError(f": {step} raised {type(error).__name__}: {clipped(error)}") from error
+    except (Exception, SystemExit) as error:  # a user's function may fail in any way
+        raise StepError(f": {step} raised {type(error).__name__}: {clipped(error)}", fix) from error

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import combinations, count
 from pathlib import Path
 from random import Random
@@ -36,7 +36,9 @@ from megatron.data.preprocess.deduplicate import (
     merge_runs,
 )
 from megatron.data.preprocess.drop_list import DropList
+from megatron.data.preprocess.encode import RunState
 from megatron.data.preprocess.minhash import MinHash, MinHashOptions, normalize, shingles
+from megatron.data.progress import PreprocessTotals
 from tools.deduplicate import main
 from tools.preprocess_data import main as preprocess
 
@@ -553,3 +555,32 @@ def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
     assert listed(tmp_path / "list", file) == listed(tmp_path / "alone", file)
     with pytest.raises(DataError, match="holds a list already"):
         Deduplication(options, lambda _: None)
+
+
+def test_lists_and_states_of_many_files_are_read(tmp_path: Path) -> None:
+    """More than the 16 MiB of a small file, here of spaces."""
+    file = write_lines(tmp_path / "a.jsonl", corpus(20))
+    options = DeduplicationOptions([file], ("text",), tmp_path / "list", minhash=None)
+
+    saved = tmp_path / "list" / "work.part" / "state.json"
+
+    def interrupt() -> None:
+        if saved.exists():
+            raise KeyboardInterrupt
+
+    def pad(path: Path) -> None:
+        path.write_bytes(path.read_bytes() + b" " * (17 << 20))
+
+    with pytest.raises(KeyboardInterrupt):
+        Deduplication(options, lambda _: None).run(lambda _: None, interrupt)
+    pad(saved)
+    deduplicate(options)
+    found = listed(tmp_path / "list", file)
+    pad(tmp_path / "list" / "drop.json")
+    assert listed(tmp_path / "list", file) == found
+    state = RunState({"--input": "a"}, [], PreprocessTotals())
+    (tmp_path / "state").write_text(json.dumps(asdict(state)))
+    pad(tmp_path / "state")
+    loaded = RunState.load(tmp_path / "state")
+    assert loaded is not None
+    assert loaded.settings == state.settings

@@ -6,6 +6,7 @@ import gzip
 import json
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -19,6 +20,7 @@ from megatron.data.preprocess import encode as encode_module
 from megatron.data.preprocess.corpus import MAX_REPORTED, LineBlock, TextDocument
 from megatron.data.preprocess.encode import BlockEncoder, PreprocessOptions, output_prefix, write_dataset
 from megatron.data.preprocess.files import find_text_files
+from megatron.data.preprocess.transforms import FILTER, DocumentTransforms, LoadedStep, Step
 from megatron.data.progress import PreprocessTotals
 from megatron.data.tokenizers.base import EncodedBatch, Tokenizer
 from megatron.data.tokenizers.engine import EncodeEngine
@@ -293,6 +295,16 @@ def test_texts_for_the_proof_are_looked_for_at_the_beginning_alone(
     assert encode_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == ["late"]
     monkeypatch.setattr(encode_module, "SAMPLE_SEARCH_BYTES", 1000)
     assert encode_module.read_sample([tmp_path / "a.jsonl"], ["text"]) == []
+
+    (tmp_path / "b.jsonl").write_bytes((b'{"text": "%s"}\n' % (b"x" * 80)) * 100 + b'{"text": "late"}\n')
+    transforms = DocumentTransforms([], ["text"])
+    step = LoadedStep(Step(FILTER, "m:f"), "", True, None, lambda text: (text if text == "late" else None, "m:f"))
+    transforms.steps, checks = [step], list[int]()
+    sample = partial(encode_module.read_sample, [tmp_path / "b.jsonl"], ["text"], transforms=transforms)
+    assert sample(check=lambda: checks.append(1)) == []
+    assert 10 <= len(checks) <= 12
+    monkeypatch.setattr(encode_module, "SAMPLE_SEARCH_BYTES", 100_000)
+    assert sample() == ["late"]
 
 
 def test_an_input_that_grows_while_it_is_read_is_refused(tmp_path: Path) -> None:

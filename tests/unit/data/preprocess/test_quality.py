@@ -12,6 +12,7 @@ import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.manifest import DatasetManifest
+from megatron.data.preprocess.quality import FILTERS, PROSE
 from tools.preprocess_data import main
 
 datatrove = pytest.importorskip("datatrove.pipeline.filters")
@@ -93,3 +94,28 @@ def test_options_of_a_filter(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         with pytest.raises(SystemExit):
             main([*flags, "--quality", given])
         assert re.search(f"(?s)--quality {given}: .*{said}", capsys.readouterr().err)
+    wrong = ["c4:min_num_sentences=abc", "gopher-quality:max_avg_word_length=x", "gopher-repetition:top_n_grams=[3]"]
+    for name in [*wrong, "gopher-quality:stop_words=5", "c4:language=zz", "fineweb:line_punct_thr=x"]:
+        assert main([*flags, "--overwrite", "--quality", name]) == 1
+        assert f"--quality {name}: wrong options: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("base", [*FILTERS])
+def test_the_text_on_which_options_are_tried_is_kept(base: str) -> None:
+    from datatrove.data import Document
+
+    assert getattr(datatrove, FILTERS[base])().filter(Document(PROSE, "0")) is True
+
+
+def test_a_text_at_which_the_library_fails_is_a_bad_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in (PROSE, " ", PROSE)))
+    flags = ["--input", str(lines), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "ByteTokenizer"]
+    flags += ["--quality", "gopher-quality:min_doc_words=0"]
+    assert main(flags) == 1
+    seen = f"{lines}:2: --quality gopher-quality:min_doc_words=0 raised ZeroDivisionError: division by zero"
+    assert seen in capsys.readouterr().err
+    assert main([*flags, "--on-bad-line", "skip"]) == 0
+    assert len(IndexedDataset(tmp_path / "out_text_document")) == 2

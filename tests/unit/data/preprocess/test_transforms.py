@@ -45,6 +45,9 @@ def fails(record):
 
 def wrong(record):
     return "a text"
+
+def leaves(record):
+    raise SystemExit(0)
 """
 
 Record = dict[str, Any]
@@ -136,6 +139,8 @@ def test_an_exception_names_file_line_and_function(corpus: Path, capsys: pytest.
     assert f"{corpus}:1: --map steps_of_test:wrong returned str, not dict or None" in capsys.readouterr().err
     assert run("--input", str(corpus), "--filter", "steps_of_test:wrong") == 1
     assert "returned str, not True or False" in capsys.readouterr().err
+    assert run("--input", str(corpus), "--filter", "steps_of_test:leaves", "--workers", "1") == 1
+    assert f"{corpus}:1: --filter steps_of_test:leaves raised SystemExit: 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
