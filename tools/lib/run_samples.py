@@ -272,7 +272,7 @@ class DocumentFinder:
         before = int(data.lengths[first : span.sequence].sum(dtype=np.int64)) + span.offset
         whole = int(data.lengths[first:last].sum(dtype=np.int64))
         ids = data.get(span.sequence, span.offset, min(span.tokens, self._shown)).tolist()
-        origins = self._origins(span.source)
+        origins = self._origins(span.source, data.num_documents)
         file, row = (None if origins is None else origins.locate(document)) or (None, None)
         text = decode(self._tokenizer(span.source), ids)
         return DocumentPart(span.source, document, before, span.tokens, whole, file, row or None, text, ids)
