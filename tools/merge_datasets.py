@@ -10,8 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
+from megatron.checkpoint.durable_files import checksum
 from megatron.config.text import counted, echo, shell_word
 from megatron.data.errors import DataError, StopSignal, ToolParser, run_tool
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import (
     MergeInput,
     check_compatible,
@@ -59,14 +61,13 @@ def main(argv: Sequence[str]) -> int:
         staged = staged_output(args, argv)
         if staged is not None:
             staged.check_not_existing([""], args.overwrite)
-        is_merged = staged is not None and staged.is_complete([""])
-        if not is_merged:
+        else:
             check_not_existing((args.output_prefix,), args.overwrite)
     except DataError as error:
         return parser.fail(error, 2)
 
     def run(stop: StopSignal) -> None:
-        if not is_merged:
+        if staged is None or not staged.is_complete([""], source_of(args)):
             merge_and_report(args)
         if staged is not None:
             staged.upload([""])
@@ -74,6 +75,12 @@ def main(argv: Sequence[str]) -> int:
         echo(f"for the next step, pretrain_gpt.py: --data-path {shell_word(shown)}")
 
     return run_tool(parser, run, args.output_prefix, "--output-prefix")
+
+
+def source_of(args: argparse.Namespace) -> str:
+    """Return a checksum of the pairs to merge."""
+    pairs = [(prefix, IndexedDataset(prefix, floats=True).fingerprint) for prefix in find_prefixes(args.input)]
+    return checksum(repr(pairs).encode())
 
 
 def merge_and_report(args: argparse.Namespace) -> None:

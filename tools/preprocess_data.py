@@ -22,19 +22,21 @@ from megatron.config.text import echo, shell_word
 from megatron.data.errors import DataError, StopSignal, ToolParser, run_tool
 from megatron.data.indexed_writer import check_not_existing, id_dtype
 from megatron.data.preprocess.corpus import BLOCK_BYTES
+from megatron.data.preprocess.drop_list import DropList
 from megatron.data.preprocess.encode import PreprocessOptions, RunState, output_prefix, write_dataset
 from megatron.data.preprocess.files import add_input_flags, find_text_files, spool_pipes
 from megatron.data.preprocess.quality import FILTERS, GROUPS, expand_groups
+from megatron.data.preprocess.remote import InputFile
 from megatron.data.preprocess.sentences import LANGUAGES, SentenceSplitter
 from megatron.data.preprocess.shards import FilesPart, Shard, select_part
-from megatron.data.preprocess.transforms import FILTER, MAP, QUALITY, Step
+from megatron.data.preprocess.transforms import FILTER, MAP, QUALITY, DocumentTransforms, Step
 from megatron.data.preprocess.workers import available_cores
 from megatron.data.progress import PreprocessProgress, PreprocessTotals
 from megatron.data.remote_output import add_staging_flag, staged_output
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import ENGINES
 from megatron.data.tokenizers.huggingface import NO_EXPORT_NOTE
-from megatron.data.tokenizers.tokenizer import TokenizerOptions, add_tokenizer_flags, build_tokenizer
+from megatron.data.tokenizers.tokenizer import TokenizerOptions, TokenizerRecord, add_tokenizer_flags, build_tokenizer
 
 IGNORED_FLAGS = {
     "--partitions": (True, "the input is never copied into partitions"),
@@ -149,10 +151,19 @@ def splitter_of(args: argparse.Namespace) -> SentenceSplitter | None:
     return SentenceSplitter(args.lang or "english", args.keep_newlines) if args.split_sentences else None
 
 
-def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Tokenizer, stop: StopSignal) -> None:
-    """Write the files from ``inputs``, and print a summary."""
+def source_of(args: argparse.Namespace, files: Sequence[InputFile], tokenizer: Tokenizer) -> str:
+    """Return a checksum of everything that the command names and the output depends on."""
+    inputs = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, (file.stat() for file in files))]
+    steps = DocumentTransforms(getattr(args, "steps", ()), args.json_keys).describe()
+    drop = None if args.drop is None else DropList.open(args.drop).digest
+    return checksum(repr((inputs, TokenizerRecord.of(tokenizer), steps, drop)).encode())
+
+
+def preprocess(
+    args: argparse.Namespace, inputs: Sequence[str], files: list[InputFile], tokenizer: Tokenizer, stop: StopSignal
+) -> None:
+    """Write the files from ``files``, which are those of ``inputs``, and print a summary."""
     started = time.monotonic()
-    files = find_text_files(inputs, args.suffix, args.exclude, args.follow_links)
     stop.wait_for_checks()
     sizes = [file.stat().st_size for file in files]
     shard = args.shard
@@ -227,17 +238,17 @@ def run(parser: ToolParser, args: argparse.Namespace, argv: Sequence[str], stop:
         staged = staged_output(args, argv)
         if staged is not None:
             staged.check_not_existing(names, args.overwrite)
-        is_written = staged is not None and staged.is_complete(names)
         state = RunState.load(RunState.path(args.output_prefix, args.json_keys, args.split_sentences))
         overwrite = args.overwrite or (state is not None and state.complete)  # ended while it published its files
-        if not is_written:
+        if staged is None:
             check_not_existing((f"{args.output_prefix}{name}" for name in names), overwrite)
         tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
     except DataError as error:
         return parser.fail(error, 2)
-    if not is_written:
-        with spool_pipes(args.input, args.output_prefix) as inputs:
-            preprocess(args, inputs, tokenizer, stop)
+    with spool_pipes(args.input, args.output_prefix) as inputs:
+        files = find_text_files(inputs, args.suffix, args.exclude, args.follow_links)
+        if staged is None or not staged.is_complete(names, source_of(args, files, tokenizer)):
+            preprocess(args, inputs, files, tokenizer, stop)
     if staged is not None:
         staged.upload(names)
     for name in names:

@@ -58,6 +58,10 @@ class FimOptions:
     E530 --packing best-fit has room in a sample for one change of a document, not for one of each fragment
       fix: --packing concat | --set data.fim_split_sample=null
 
+    fim_data and packing=best-fit and not seq_length>8
+    E531 --packing best-fit keeps room for 8 tokens of --fim-data in a sample, and --seq-length {seq_length} has no more
+      fix: --seq-length 16 | --no-fim-data
+
     data_mixture and fim_data
     E530 --data-mixture reads documents as they are, without a change of --fim-data
       fix: --no-fim-data | --set data.data_mixture=null

@@ -27,6 +27,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.files import parse_json
 from megatron.data.errors import DataError
 from megatron.data.manifest import ORIGINS_SUFFIX, Writable
 from megatron.data.prefixes import local_prefix
@@ -48,21 +49,27 @@ class DocumentOrigins:
     files: Sequence[str]  # as they were named when the pair was written
 
     @classmethod
-    def open(cls, prefix: str | Path) -> DocumentOrigins | None:
+    def open(cls, prefix: str | Path, documents: int | None = None) -> DocumentOrigins | None:
         """Open ``<prefix>.origins``; None if there is no such file.
 
         Raises:
-            DataError: if the file is damaged.
+            DataError: if the file is damaged, or not that of a pair of so many ``documents``.
         """
         path = Path(f"{local_prefix(prefix)}.{ORIGINS_SUFFIX}")
         try:
             content = np.memmap(path, np.uint8, "r")
-            magic, version, documents, count = ORIGINS_HEADER.unpack(content[: ORIGINS_HEADER.size].tobytes())
+            magic, version, held, count = ORIGINS_HEADER.unpack(content[: ORIGINS_HEADER.size].tobytes())
             end = ORIGINS_HEADER.size + count * RUN.itemsize
             if magic != ORIGINS_MAGIC or version != ORIGINS_VERSION or end > len(content):
                 raise ValueError("its header is wrong")
-            files = json.loads(content[end:].tobytes())
-            return cls(documents, content[ORIGINS_HEADER.size : end].view(RUN), files)
+            if documents not in (None, held):
+                raise ValueError(f"it is of {held:,} documents, the pair has {documents:,}")
+            files = parse_json(content[end:].tobytes())
+            if not (isinstance(files, list) and all(isinstance(name, str) for name in files)):
+                raise ValueError("the names of the files are no list of texts")
+            runs = content[ORIGINS_HEADER.size : end].view(RUN)
+            _check_runs(runs, held, len(files))
+            return cls(held, runs, files)
         except FileNotFoundError:
             return None
         except (ValueError, struct.error) as error:
@@ -81,6 +88,16 @@ class DocumentOrigins:
             return None
         first, row, file = self.runs[place].tolist()
         return self.files[file], row + (document - first if row else 0)
+
+
+def _check_runs(runs: NDArray[Any], documents: int, files: int) -> None:
+    """Raise ValueError if runs are not in the order of their documents, or of files without a name."""
+    for first in range(0, len(runs), RUNS_PER_BLOCK):
+        numbers = runs["file"][first : first + RUNS_PER_BLOCK]
+        starts = runs["document"][max(first - 1, 0) : first + RUNS_PER_BLOCK]
+        rises = starts[0] >= 0 and starts[-1] <= documents and bool((starts[1:] >= starts[:-1]).all())
+        if not rises or numbers.min() < UNKNOWN_FILE or numbers.max() >= files:
+            raise ValueError("its runs are wrong")
 
 
 def make_runs(rows: NDArray[np.int64], files: NDArray[np.integer[Any]] | int = 0) -> NDArray[Any]:

@@ -609,7 +609,7 @@ def merge_datasets(parts: Sequence[MergeInput], output: str, report: Callable[[i
             if path.is_file():
                 extra_files[f"{FILES_SUFFIX}/{path.name}"] = read_tokenizer_file(path)
     names: dict[str, int] = {}  # of the input files, and their numbers
-    origins = [DocumentOrigins.open(part.prefix) for part in parts]
+    origins = [DocumentOrigins.open(part.prefix, part.documents) for part in parts]
     for of_part in origins:
         for name in of_part.files if of_part else ():
             names.setdefault(name, len(names))

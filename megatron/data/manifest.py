@@ -7,6 +7,7 @@ checked on its own, and so that an interrupted writer continues them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ BLOCK_BYTES = 16 << 20  # of a file, under one checksum
 READ_BYTES = 1 << 20
 MAX_BYTES = 256 << 20  # of a manifest, the checksums of 200 TB, and of other lists of all inputs
 DIGEST_BYTES = 8
+DIGEST = re.compile("[0-9a-f]{16}")
 COPY_AGAIN = "copy the files of the pair again"
 
 
@@ -93,6 +95,16 @@ class FileChecksums:
     bytes: int
     xxh3: Sequence[str]
 
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> FileChecksums:
+        """Return those of a manifest; raise ValueError or TypeError if they do not cover the whole file."""
+        stored, digests = values["bytes"], values["xxh3"]
+        if not (
+            _is_count(stored) and len(digests) == -(-stored // BLOCK_BYTES) and all(map(DIGEST.fullmatch, digests))
+        ):
+            raise ValueError("a file has no size, or not a checksum for each of its blocks")
+        return cls(stored, digests)
+
     def check(self, path: Path, report: Callable[[int], None] = lambda _: None) -> None:
         """Raise DataError if a file is another one; ``report`` is called with the bytes read."""
         found = BlockChecksums(_Nowhere())
@@ -106,7 +118,7 @@ class FileChecksums:
         """Raise DataError if the checksums that were ``found`` of a file are not these."""
         if found.bytes != self.bytes:
             raise DataError(f"{path} has {found.bytes:,} bytes, but by its manifest {self.bytes:,}", COPY_AGAIN)
-        for number, (seen, expected) in enumerate(zip(found.xxh3, self.xxh3)):
+        for number, (seen, expected) in enumerate(zip(found.xxh3, self.xxh3, strict=True)):
             if seen != expected:
                 first = number * BLOCK_BYTES
                 place = f"bytes {first:,} to {min(first + BLOCK_BYTES, self.bytes):,}"
@@ -149,10 +161,28 @@ class DatasetManifest:
             fields = parse_json(content)
             if (fields.pop("format"), fields.pop("version")) != (FORMAT, VERSION):
                 raise ValueError(f"it is not in version {VERSION} of the format {FORMAT}")
-            files = {suffix: FileChecksums(**values) for suffix, values in fields.pop("files").items()}
-            return cls(files, fields.pop("fingerprint"), fields.pop("counts"), fields)
+            files = {suffix: FileChecksums.parse(values) for suffix, values in fields.pop("files").items()}
+            if not {"bin", "idx"} <= {*files} <= {"bin", "idx", ORIGINS_SUFFIX}:
+                raise ValueError(f"its files are {', '.join(files)!r:.80}")
+            manifest = cls(files, fields.pop("fingerprint"), fields.pop("counts"), fields)
+            if wrong := [*manifest._wrong_fields()]:
+                raise ValueError(f"the value of {', '.join(wrong)} is of another kind")
+            return manifest
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise DataError(f"{name} is damaged: {error}", COPY_AGAIN, f"rm {name}") from error
+
+    def _wrong_fields(self) -> Iterator[str]:
+        """Yield the names of fields whose values are not what they must be."""
+        if not isinstance(self.fingerprint, str):
+            yield "fingerprint"
+        for name, counts in (("counts", self.counts), ("dropped", self.facts.get("dropped", {}))):
+            if not (isinstance(counts, dict) and all(map(_is_count, counts.values()))):
+                yield name
+        shard, inputs = self.facts.get("shard", [0, 1]), self.facts.get("inputs") or []
+        if not (isinstance(shard, list) and len(shard) == 2 and all(map(_is_count, shard)) and shard[0] < shard[1]):
+            yield "shard"
+        if not (isinstance(inputs, list) and all(map(_is_input, inputs))):
+            yield "inputs"
 
     def to_bytes(self) -> bytes:
         """Return the content of the file: a line for each field."""
@@ -170,6 +200,22 @@ class DatasetManifest:
             path = Path(f"{prefix}.{suffix}")
             if suffix not in omit and (path.exists() or suffix != ORIGINS_SUFFIX):  # origins may be left behind
                 file.check(path, report)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_input(record: object) -> bool:
+    """Return True for what `InputRecords.describe` yields."""
+    return (
+        isinstance(record, dict)
+        and isinstance(record.get("file"), str)
+        and _is_count(record.get("bytes"))
+        and _is_count(record.get("files", 1))
+        and isinstance(digest := record.get("xxh3"), str)
+        and DIGEST.fullmatch(digest) is not None
+    )
 
 
 def recorded_fingerprint(prefix: str) -> str | None:

@@ -7,12 +7,13 @@ they are complete. An object appears when its upload is complete, the index last
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.durable_files import checksum
+from megatron.checkpoint.durable_files import checksum, publish_file
 from megatron.checkpoint.location import parse_location
 from megatron.data.errors import DataError
 from megatron.data.indexed_writer import DATASET_SUFFIXES
@@ -49,9 +50,23 @@ class StagedOutput:
             if not overwrite and (index := _object(f"{self.uri}{name}.idx")).exists():
                 raise DataError(f"{index} is there already", "--overwrite", "another --output-prefix")
 
-    def is_complete(self, names: Iterable[str]) -> bool:
-        """Return True if all pairs lie on disk, from a run that was ended before their upload."""
-        return all(Path(f"{self.prefix}{name}.idx").exists() for name in names)
+    def is_complete(self, names: Iterable[str], source: str) -> bool:
+        """Return True if all pairs lie on disk, from a run that was ended before their upload.
+
+        ``source`` is a checksum of what they are made from. That of an incomplete run is recorded.
+
+        Raises:
+            DataError: if they are complete, but were made from something else.
+        """
+        record = self._folder / "source"
+        if not all(Path(f"{self.prefix}{name}.idx").exists() for name in names):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            publish_file(record, source.encode())
+            return False
+        if not record.exists() or record.read_text() != source:
+            seen = f"{self._folder} holds complete files of an earlier run, but what they were made from has changed"
+            raise DataError(seen, f"make them again: rm -r {shlex.quote(str(self._folder))}")
+        return True
 
     def upload(self, names: Sequence[str]) -> None:
         """Upload the pairs, and remove them from the disk.

@@ -227,7 +227,7 @@ class RemoteTokens:
         def check(content: bytes) -> str | None:
             found, first = chunk_sums(content, size), block.start // size
             known = self._sums[first : first + len(found)] if recorded else self._seen(first, len(found))  # type: ignore[index]
-            wrong = np.flatnonzero((known != found) & (known != 0))
+            wrong = np.flatnonzero((known != found) & (recorded | (known != 0)))
             if wrong.size:
                 at = (first + int(wrong[0])) * size
                 return f"the bytes from {at:,} on have another checksum than " + ("recorded" if recorded else "before")

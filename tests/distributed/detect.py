@@ -21,6 +21,7 @@ from megatron.config.errors import UserError
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import GradCompression, ParallelConfig
 from megatron.config.training import TrainingConfig
+from megatron.data.dataset import MockDataset, SourceUsage
 from megatron.data.errors import DataError
 from megatron.data.loader import MaskBuilder, build_data
 from megatron.distributed.comm import Group
@@ -42,6 +43,7 @@ from megatron.training.build import build_trainer
 from megatron.training.build_model import check_same_kernels, check_same_schedule
 from megatron.training.callbacks.health import check_weight_copies, explain_nonfinite
 from megatron.training.checkpointer import choose_resume_source
+from megatron.training.components.source_losses import SourceLosses
 from megatron.training.components.times import StartupReport
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.main import new_run_id
@@ -265,6 +267,28 @@ def digest_of_a_step(rank: int, world_size: int, case: Case) -> bool:
         return trainer.reader.consumed_digest() == trainer.data.digest("train", 0, trainer.consumed_samples)
     except RuntimeError:
         return False
+
+
+class OneSource(MockDataset):
+    """Generated data with a name."""
+
+    def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
+        return (SourceUsage("web", samples, 1),)
+
+    def source_of(self, i: int) -> str:
+        return "web"
+
+
+def loss_of_a_source(rank: int, world_size: int, case: Case) -> list[list[float]]:
+    """Return the loss of the only source in a step."""
+    trainer = build_trainer(case.config(), rank, world_size)
+    config = trainer.config
+    dataset = OneSource(config.model.vocab, config.training.seq_length, 100, 1)
+    trainer.reader.source = replace(trainer.data, datasets={"train": dataset})
+    losses = SourceLosses(trainer)
+    losses.on_train_start()
+    train_step(trainer, trainer.next_batches(), RATES)
+    return [[float(losses.metrics()["source loss web"])]]
 
 
 def gather_stats_of_ranks(rank: int, world_size: int) -> list[RankStats]:
@@ -548,6 +572,7 @@ DETECTORS: dict[str, Detector] = {
     "schedules": Detector(2, compare_schedules, (), lambda ranks: list(ranks) == [True, True]),
     "digest": Detector(2, digest_of_a_step, (DP2,), lambda ranks: list(ranks) == [True, True]),
     "digest-cp2": Detector(2, digest_of_a_step, (CP2_HEADS,), lambda ranks: list(ranks) == [True, True]),
+    "sources": Detector(2, loss_of_a_source, (DP2,), partial(finds_like_one_process, loss_of_a_source, DP2)),
     "nonfinite": Detector(2, explain, (DP2,), lambda ranks: all(text.startswith(NONFINITE) for text in ranks)),
     "balance-dp2": Detector(2, expert_balance, (BALANCE_DP2,), partial(balances_like_one_process, BALANCE_DP2)),
     "balance-tp2": Detector(2, expert_balance, (BALANCE_TP2,), partial(balances_like_one_process, BALANCE_TP2)),

@@ -316,7 +316,7 @@ class DocumentFinder:
 
     def origin(self, source: str, document: int) -> tuple[str | None, int | None]:
         """Return the input file of a document and its line or row, each None if it is not recorded."""
-        origins = self._origins(source)
+        origins = self._origins(source, self._data(source).num_documents)
         file, row = (None if origins is None else origins.locate(document)) or (None, None)
         return file, row or None
 

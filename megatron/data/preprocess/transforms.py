@@ -8,12 +8,15 @@ without it all are read.
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import inspect
 import os
+import re
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +52,7 @@ class LoadedStep(NamedTuple):
     """A step that is ready to be applied."""
 
     step: Step
-    fingerprint: str  # of the source of its function
+    fingerprint: str  # of the code of its function
     takes_text: bool
     columns: tuple[str, ...] | None  # of a table, besides those of the texts; None for all
     apply: Callable[[Any], tuple[Any, str]]  # from a record or text to the new one or None, and the reason for None
@@ -137,7 +140,9 @@ def _load(step: Step) -> LoadedStep:
 
     columns = getattr(function, "columns", None)
     apply = map_document if step.flag == MAP else filter_document
-    return LoadedStep(step, _fingerprint(function), takes_text, columns and tuple(columns), apply)
+    return LoadedStep(
+        step, _fingerprint(function, step.name.partition(":")[0]), takes_text, columns and tuple(columns), apply
+    )
 
 
 def _import_function(step: Step) -> Callable[[Any], object]:
@@ -172,14 +177,59 @@ def _takes_text(function: Callable[..., object]) -> bool:
     return bool(parameters) and hints.get(parameters[0]) is str
 
 
-def _fingerprint(function: Callable[..., object]) -> str:
-    """Return the checksum of the source file that defines a function, which may call others in it."""
+def _fingerprint(function: Callable[..., object], module: str) -> str:
+    """Return a checksum of the code of a function of ``module``.
+
+    It covers the file that defines it, the module's file, the files below the working folder that these import, and
+    the arguments of `functools.partial`.
+    """
+    arguments = []
+    while isinstance(function, functools.partial):
+        arguments.append(re.sub(" at 0x[0-9a-f]+", "", repr((function.args, function.keywords))))
+        function = function.func
+    found = [getattr(sys.modules[module], "__file__", None), _source_file(function)]
+    files = dict.fromkeys(Path(file).resolve() for file in found if file and os.path.isfile(file))
+    unread = [*files]
+    while unread:
+        for file in _local_imports(unread.pop()):
+            if file not in files:
+                files[file] = None
+                unread.append(file)
+    sums = sorted({checksum(file.read_bytes()) for file in files})
+    return checksum(repr((sums or repr(function), arguments)).encode())
+
+
+def _source_file(function: Callable[..., object]) -> str | None:
+    """Return the file that defines a function; None if there is none."""
     try:
-        return checksum(Path(inspect.getsourcefile(inspect.unwrap(function)) or "").read_bytes())
-    except (TypeError, OSError):  # of a class instance, or compiled
+        return inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:  # of a class instance, or compiled
         module = sys.modules.get(getattr(function, "__module__", "") or type(function).__module__)
-        file = getattr(module, "__file__", None)
-        return checksum(Path(file).read_bytes() if file else repr(function).encode())
+        return getattr(module, "__file__", None)
+
+
+def _local_imports(file: Path) -> Iterator[Path]:
+    """Yield the files below the working folder that a Python file imports, also inside functions."""
+    root = Path.cwd().resolve()
+    packages = (folder / "__init__.py" for folder in file.parents if folder.is_relative_to(root))
+    yield from (package.resolve() for package in packages if package.is_file())
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (ValueError, SyntaxError):  # compiled
+        return
+    for node in nodes:
+        names = [alias.name.split(".") for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        folder = root
+        if isinstance(node, ast.ImportFrom):
+            folder = file.parents[node.level - 1] if node.level else root
+            base = node.module.split(".") if node.module else []
+            names = [base, *([*base, *name] for name in names)]
+        for parts in names:
+            for end in range(1, len(parts) + 1):
+                path = folder.joinpath(*parts[:end])
+                for found in (path.with_name(f"{path.name}.py"), path / "__init__.py"):
+                    if found.is_relative_to(root) and found.is_file():
+                        yield found.resolve()
 
 
 def _call(step: Step, function: Callable[[Any], Any], document: Any, fix: str = "mend the function") -> Any:

@@ -98,7 +98,25 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     prefix = preprocessed(tmp_path / "out", lines)
     path = Path(f"{prefix}.origins")
     whole = path.read_bytes()
-    for damaged in (whole[:20], whole[:40], b"x" + whole[1:], whole[:-1]):
+    names = json.dumps([str(lines)]).encode()
+    assert whole.endswith(names)
+    head, run = whole[: -len(names)], whole[: -len(names)][-20:]
+    wrong_runs = [head[:-4] + file.to_bytes(4, "little", signed=True) + names for file in (-2, 1)]
+    wrong_runs += [head[:-20] + document.to_bytes(8, "little", signed=True) + run[8:] + names for document in (-1, 9)]
+    deep = head + b"[" * 100_000
+    for damaged in (
+        whole[:20],
+        whole[:40],
+        b"x" + whole[1:],
+        whole[:-1],
+        *wrong_runs,
+        head + b"[1]",
+        head + b"{}",
+        deep,
+    ):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match="origins is damaged"):
             DocumentOrigins.open(prefix)
+    path.write_bytes(whole)
+    with pytest.raises(DataError, match="it is of 1 documents, the pair has 2"):
+        DocumentOrigins.open(prefix, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -153,3 +154,39 @@ def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
         Path(f"{prefix}.manifest.json").write_text(content)
         with pytest.raises(DataError, match=r"manifest\.json is damaged"):
             DatasetManifest.read(prefix)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"bin": {"bytes": 2 * BLOCK + 1, "xxh3": []}}},
+        {"files": {"bin": {"bytes": 1, "xxh3": ["0" * 16, "0" * 16]}}},
+        {"files": {"bin": {"bytes": 1, "xxh3": ["0" * 15]}}},
+        {"files": {"bin": {"bytes": 1, "xxh3": [0]}}},
+        {"files": {"bin": {"bytes": -1, "xxh3": []}}},
+        {"files": {"bin": {"bytes": "1", "xxh3": ["0" * 16]}}},
+        {"files": {"tokenizer/../../zero": {"bytes": 0, "xxh3": []}}},
+        {"files": {"bin": None}},
+        {"files": []},
+        {"fingerprint": 1},
+        {"counts": {"tokens": "1"}},
+        {"counts": []},
+        {"dropped": {"invalid": None}},
+        {"dropped": []},
+        {"shard": 1},
+        {"shard": [1, 1]},
+        {"inputs": [1]},
+        {"inputs": [{"file": "a", "bytes": 1, "xxh3": "a"}]},
+    ],
+    ids=str,
+)
+def test_a_manifest_of_another_shape_is_refused(change: dict[str, Any]) -> None:
+    whole = {"bytes": 0, "xxh3": []}
+    right = {"format": "megatron-pretrain-data", "version": 1, "counts": {}, "fingerprint": "0" * 16}
+    right |= {"files": {"bin": whole, "idx": whole}, "dropped": {}, "shard": [0, 2], "inputs": []}
+    DatasetManifest.parse(json.dumps(right).encode(), "it")
+    changed = right | change
+    if isinstance(change.get("files"), dict):
+        changed["files"] = right["files"] | change["files"]
+    with pytest.raises(DataError, match=r"it is damaged"):
+        DatasetManifest.parse(json.dumps(changed).encode(), "it")

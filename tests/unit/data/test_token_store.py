@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -147,6 +148,11 @@ def test_wrong_bytes_are_caught_by_the_manifest(store: Store, tmp_path: Path) ->
         remote.tokens[:]
     with pytest.raises(DataError, match=r"words.idx: bytes 0 to .* are not those of its manifest"):
         opened(tmp_path / "b", block=16 << 20)
+    store.fault, manifest = lambda request: None, store.objects["bucket/data/words.manifest.json"]
+    first = json.loads(manifest)["files"]["bin"]["xxh3"][0].encode()
+    store.objects["bucket/data/words.manifest.json"] = manifest.replace(first, b"0" * 16)
+    with pytest.raises(DataError, match=r"another checksum than recorded"):
+        opened(tmp_path / "c", block=16 << 20).tokens[:10]
 
 
 def test_wrong_bytes_are_caught_by_what_was_read_before(store: Store, pair: Path, tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pytest
 import s3fs
@@ -165,3 +167,27 @@ def test_token_files_are_uploaded_when_they_are_complete(
     assert merge([*merged, "--overwrite", *flags[:2]]) == 0
     assert {suffix: written(store)[suffix] for suffix in COMPARED} == files(tmp_path / "disk")
     assert b'"steps": []' in written(store)["manifest.json"]
+
+
+def test_a_complete_output_is_not_uploaded_after_its_input_has_changed(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "old"}\n')
+    assert run(tmp_path / "a.jsonl", tmp_path / "disk") == 0
+    staging, store.fault = tmp_path / "staging", lambda request: "503" if request.key.endswith(".idx") else None
+    output = ["--output-prefix", "s3://bucket/out/corpus_text_document", "--staging-dir", str(staging)]
+    merging = ["--input", str(tmp_path / "disk_text_document"), *output, "--overwrite"]
+    prefix, *to_store = "s3://bucket/out/corpus", "--staging-dir", str(staging), "--overwrite"
+    writing = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", prefix, "--tokenizer-type", "ByteTokenizer"]
+    assert (main([*writing, *to_store]), merge(merging)) == (1, 1)
+    store.fault = lambda request: None
+    (tmp_path / "a.jsonl").write_text('{"text": "new"}\n')
+    assert run(tmp_path / "a.jsonl", tmp_path / "disk", "--overwrite") == 0
+    capsys.readouterr()
+    for tool, command in ((main, [*writing, *to_store]), (merge, merging)):
+        assert tool(command) == 1
+        seen = capsys.readouterr().err
+        assert "but what they were made from has changed" in seen
+        rmtree(seen.split("rm -r ")[1].strip())
+        assert tool(command) == 0
+        assert bytes(np.frombuffer(written(store)["bin"], np.uint16)[:3].tolist()) == b"new"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from megatron.data.document_origins import DocumentOrigins
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.manifest import DatasetManifest
 from megatron.data.preprocess.encode import PreprocessOptions
+from megatron.data.preprocess.transforms import DocumentTransforms, Step
 from tools import preprocess_data
 from tools.preprocess_data import main
 
@@ -169,3 +171,36 @@ def test_a_run_is_not_continued_with_another_function(
     (tmp_path / "steps_of_test.py").write_text(FUNCTIONS.replace("% 2 == 0", "% 2 == 1"))
     assert main(["--output-prefix", "out", "--tokenizer-type", "ByteTokenizer", *flags]) == 1
     assert "an interrupted run had other --map, --filter, --quality" in capsys.readouterr().err
+
+
+def test_the_fingerprint_covers_partials_and_imported_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "package/__init__.py": "",
+        "package/steps.py": "from functools import partial\nfrom .inner import f\nshort = partial(f, limit=3)\n",
+        "package/inner.py": "import deep\ndef f(text: str, limit: int) -> bool:\n    return len(text) < limit\n",
+        "package/unused.py": "",
+        "deep.py": "LIMIT = 3\n",
+    }
+
+    def fingerprint() -> str:
+        (tmp_path / "package").mkdir(exist_ok=True)
+        for name, content in files.items():
+            (tmp_path / name).write_text(content)
+        importlib.invalidate_caches()
+        (step,) = DocumentTransforms([Step("--filter", "package.steps:short")], ["text"]).describe()
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("package", "deep")]:
+            del sys.modules[name]
+        return step["fingerprint"]
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = fingerprint()
+    seen = {before}
+    for name in files:
+        files[name] += "# changed\n"
+        now = fingerprint()
+        assert (now in seen) == (name == "package/unused.py"), name
+        seen.add(now)
+    files["package/steps.py"] = files["package/steps.py"].replace("limit=3", "limit=4")
+    assert fingerprint() not in seen
