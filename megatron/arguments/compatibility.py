@@ -171,7 +171,12 @@ def compare_configs(
 
 def _flags_to_restore(names: Iterable[str], before: Values, after: Values) -> str:
     """Return the flags that restore values; a length in the unit that it had."""
-    words = []
+    names, words = [*names], list[str]()
+    if after["phases"] and "train_samples" in names:  # the file has the length
+        names.remove("train_samples")
+        tokens = before["train_samples"] * before["seq_length"] if before["train_samples"] else 0
+        if tokens and after["phases"] != after["data_mixture"]:
+            words.append(f"tokens: {tokens} in phase {after['phase_name']}{',' if names else ''}")
     for name in names:
         groups = next((groups for groups in EXCLUSIVE_OPTIONS if (name,) in groups), ((name,),))
         group = next((group for group in groups if any(before[field] for field in group)), (name,))

@@ -73,6 +73,9 @@ FORM = "- {name: long, tokens: 100B, seq_length: 131072}"
 
 UNITS = {"": 0, "K": 3, "M": 6, "B": 9, "T": 12}
 
+LEAST_DRAFT = 2**20
+"""Samples that are more than any batch."""
+
 SUDDEN = 0.01
 """Relative change of the learning rate from one phase to the next that is noted."""
 
@@ -181,9 +184,16 @@ def _entry(where: str, tree: Any, problems: list[Problem]) -> PhaseEntry:
             problems.append(Problem(CODE, sentence, (f"drop {key}",)))
         elif option is not None and (key in FIXED or (option.role is Role.START and key not in CHANGING_STARTS)):
             problems.append(
-                Problem(CODE, f"{where} sets {key}, which is the same in all phases", (SETTINGS[key].spell(flat[key]),))
+                Problem(CODE, f"{where} sets {key}, which is the same in all phases", _flags(key, flat[key]))
             )
     return PhaseEntry(name, tokens or 1, flat)
+
+
+def _flags(name: str, value: Any) -> tuple[str, ...]:
+    """Return the flag that sets an option for all phases; none if the value cannot be read."""
+    with suppress(ValueError):
+        return (SETTINGS[name].spell(SETTINGS[name].convert(value)),)
+    return ()
 
 
 def _tokens(value: Any) -> int | None:
@@ -234,10 +244,11 @@ def plan_phases(
         return collect_phases(names, [*zip(places, trees)], lambda phase: parse(phase[0], phase[1], world_size))
 
     # A length that is long enough for any warm-up; the number of ranks, if nothing gives it, is one for all phases.
-    drafts = parse_each([{**tree, "train_samples": entry.tokens} for entry, tree in zip(entries, trees)], None)
+    long = [{**tree, "train_samples": max(entry.tokens, LEAST_DRAFT)} for entry, tree in zip(entries, trees)]
+    drafts = parse_each(long, None)
     ranks = math.lcm(*(draft.world_size for draft in drafts))
     if any(draft.world_size != ranks for draft in drafts):
-        drafts = parse_each([{**tree, "train_samples": entry.tokens} for entry, tree in zip(entries, trees)], ranks)
+        drafts = parse_each(long, ranks)
     sizes = [draft.config.parallel.data_parallel_size(ranks) for draft in drafts]
     samples = [
         samples_of_tokens(draft.config.training, size, entry.tokens)
@@ -315,8 +326,8 @@ def collect_phases(names: Sequence[str], phases: Sequence[T], act: Callable[[T],
 
 
 def _of_phases(problem: Problem, phases: Sequence[str], count: int) -> Problem:
-    """Return a problem with the phases that have it."""
-    if len(phases) == count:
+    """Return a problem with the phases that have it, unless it names its phase."""
+    if len(phases) == count or f", phase {phases[0]}: " in problem.sentence:
         return problem
     which = f"phase {phases[0]}" if len(phases) == 1 else f"phases {listed(phases)}"
     return replace(problem, sentence=f"{which}: {problem.sentence}")
@@ -338,7 +349,8 @@ def changes_refused(before: ParsedArguments, after: ParsedArguments) -> Iterator
     names = [str(each.config.training.phase_name) for each in (before, after)]
     found = compare_configs(to_dict(before.config), after.config, "new-phase", name=f"phase {names[0]}")
     for problem in found.problems:
-        yield replace(problem, sentence=f"phase {names[1]}: {problem.sentence}", fixes=())
+        sentence = problem.sentence.replace(f"the phase {names[0]}'s", f"that of phase {names[0]}")
+        yield replace(problem, sentence=f"phase {names[1]}: {sentence}", fixes=())
 
 
 def planned(parsed: ParsedArguments) -> Phase:

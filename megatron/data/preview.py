@@ -63,8 +63,11 @@ def preview_data(
     streams = config.diloco.streams
     if config.data.chat_data_path or config.data.generated:
         return _generated(config, dp, begin, segments, origin).summary()
-    tokens = streams * final_consumed_samples(config.training, dp, *begin) * config.training.seq_length
-    length = config.training.seq_length
+    length, before = config.training.seq_length, streams * origin.read
+    samples = before + streams * final_consumed_samples(config.training, dp, *begin)
+    known_skips, position = (segments or {}).get(SKIPPED, ()), before + streams * consumed_samples
+    skips = SampleSkips(config.data, length, known_skips, position, config.training.phase_name)
+    tokens = (skips.ranges.end(samples) - skips.ranges.end(before)) * length  # skipped ones included
     packed = None if config.data.packing == "concat" else (length, SPARE_IDS * config.data.fim_data)
     read = split_sample_counts(config.data, config.training, dp, begin, streams=streams, read=origin.read)
     sources = data_sources(config.data)
@@ -80,10 +83,7 @@ def preview_data(
         known = find_tokenizer_info(config.data, config.model.vocab)
         masks = build_masks(config.data, known, config.model.vocab, prefix).describe()
         rows += [f"{'documents':<11}{masks}"] if masks else []
-    position = streams * (origin.read + consumed_samples)
-    known_skips = (segments or {}).get(SKIPPED, ())
-    skips = SampleSkips(config.data, length, known_skips, position, config.training.phase_name)
-    notes = skips.notes(streams * origin.read + tokens // length)
+    notes = skips.notes(samples)
     needed = {split: source for split, source in resolve_sources(config.data, read).items() if split in read}
     prefixes = dict.fromkeys(prefix for source in needed.values() for prefix in source.blend.prefixes)
     sequences = {prefix: len(IndexedDataset(prefix, verify=False)) for prefix in prefixes}

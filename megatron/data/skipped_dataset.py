@@ -12,7 +12,7 @@ place at which the document occurs; the documents of a large list are better dro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Self
 
@@ -20,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
-from megatron.config.data_paths import data_sources
+from megatron.config.data_paths import SplitSource, data_sources
 from megatron.config.errors import Problem, UserError
 from megatron.config.text import counted, did_you_mean, listed, shell_word
 from megatron.data.dataset import Dataset, Sample, SourceUsage, Span
 from megatron.data.errors import DataError
+from megatron.data.gpt_dataset import split_ranges
 from megatron.data.indexed_dataset import IndexedDataset
 
 SKIPPED = "skipped"
@@ -35,6 +36,9 @@ MOST_EMPTY_SEGMENTS = 3
 
 FEW_SKIPPED, MANY_SKIPPED = 10, 0.05
 """Number and share of samples skipped because of documents from which on a note recommends preprocessing."""
+
+
+NOTHING_LEFT = "--skip-documents leaves no sample of the training data", "name fewer documents"
 
 
 class PlaceRanges:
@@ -96,6 +100,12 @@ class PlaceRanges:
         """Return the places ``[n]`` of what is left, by number ``[n]``."""
         return numbers + self._skipped[np.searchsorted(self._kept, numbers, side="right")]
 
+    def numbers(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers of what is left of ascending ``places``: the inverse of :meth:`places`."""
+        before = np.searchsorted(self.ends, places, side="right")  # ranges that have ended
+        left = places < np.append(self.begins, np.iinfo(np.int64).max)[before]
+        return places[left] - self._skipped[before[left]]
+
     def end(self, samples: int) -> int:
         """Return the place after the first ``samples`` places that are left."""
         return int(self.places(np.array([samples - 1]))[0]) + 1 if samples else 0
@@ -124,6 +134,10 @@ class SkippedDataset(Dataset):
     def spans(self, i: int) -> tuple[Span, ...]:
         """See `Dataset.spans`."""
         return self.dataset.spans(self.place(i))
+
+    def places_of(self, sequences: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """See `Dataset.places_of`."""
+        return self.skipped.numbers(self.dataset.places_of(sequences))
 
     def source_of(self, i: int) -> str | None:
         """See `Dataset.source_of`."""
@@ -169,6 +183,7 @@ class SampleSkips:
 
         Raises:
             UserError: if a list cannot be read, or names samples that were consumed, or documents that do not exist.
+            DataError: if all documents are named.
         """
         past = PlaceRanges.from_list(skipped)
         self.position = past.end(consumed)  # places before it were read or skipped
@@ -177,8 +192,11 @@ class SampleSkips:
             raise UserError([consumed_problem(read, wanted, self.position, phase)])
         self.ranges = past | wanted.clip(self.position, 2**63 - 1)  # those found so far
         documents = {} if data.generated or data.chat_data_path else data.document_ranges()
-        sources = data_sources(data)["train"].blend.prefixes if documents else ()
+        train = data_sources(data)["train"] if documents else None
+        sources = () if train is None else train.blend.prefixes
         self._sequences = {prefix: _sequences(prefix, parts, sources) for prefix, parts in documents.items()}
+        if train is not None and not self._sequences.keys() ^ {*sources} and _skips_all(train, self._sequences):
+            raise DataError(*NOTHING_LEFT)
         self._of_documents = PlaceRanges()  # those found because of documents
         self._searched = self._empty = 0  # places searched, and segments in a row without a sample to keep
 
@@ -199,7 +217,7 @@ class SampleSkips:
         kept = len(segment) - self.ranges.count(begin, self._searched)
         self._empty = 0 if kept else self._empty + 1
         if self._empty > MOST_EMPTY_SEGMENTS and self._sequences:
-            raise DataError("--skip-documents leaves no sample of the training data", "name fewer documents")
+            raise DataError(*NOTHING_LEFT)
         return kept
 
     def missing(self, samples: int) -> int:
@@ -214,6 +232,8 @@ class SampleSkips:
         if total:
             ahead = self.ranges.count(self.position, end)
             notes.append(f"skips {total:,} of the first {counted(end, 'training sample')}, {ahead:,} of them ahead")
+        if total > samples:
+            notes.append(f"more samples are skipped than read, {samples:,}: the epochs of the data count both")
         if beyond := self._wanted.clip(end, 2**63 - 1):
             first = next(iter(beyond))[0]
             notes.append(f"what is skipped from sample {first:,} on has no effect: this run ends before it")
@@ -252,3 +272,13 @@ def _sequences(prefix: str, documents: Sequence[range], sources: Sequence[str]) 
         raise UserError([Problem("E543", sentence)])
     bounds = data.documents
     return np.unique(np.concatenate([np.arange(bounds[part.start], bounds[part.stop]) for part in documents]))
+
+
+def _skips_all(train: SplitSource, sequences: Mapping[str, NDArray[np.int64]]) -> bool:
+    """Return True if all sequences of the training data, by prefix, are among ``sequences``."""
+    for prefix, numbers in sequences.items():
+        total = len(IndexedDataset(prefix, verify=False))
+        part = range(total) if train.split is None else split_ranges(train.split, total)[0]
+        if np.count_nonzero((numbers >= part.start) & (numbers < part.stop)) < len(part):
+            return False
+    return True

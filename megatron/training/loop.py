@@ -151,7 +151,7 @@ def take_steps(
     if last:
         return 0
     cause = stop.reason(stop_code) if stop_code else f"--exit-interval {training.exit_interval}"
-    log.stopped(f"stopped by {cause} after step {iteration} of {trainer.total_steps}")
+    log.stopped(f"stopped by {cause} after step {iteration} of {trainer.total_steps + trainer.progress.later[0]}")
     return exit_status(stop_code)
 
 

@@ -249,6 +249,7 @@ def build_and_train(
             run_id=trainer.progress.run_id,
             data=data_summary(trainer.data),
             facts=facts,
+            continues=goodput.continues,
             check=lambda: lease.check() if lease is not None and lease.staging is not None else None,
             iteration=trainer.iteration,
             consumed_samples=trainer.consumed_samples,

@@ -21,10 +21,13 @@ from megatron.data.errors import DataError, ToolParser, disk_error
 from megatron.training.resume_source import stored_config
 from megatron.training.start import with_data
 from tools.lib.run_samples import DocumentFinder, RunSamples, RunStart, StepSamples
-from tools.lib.spikes import Spike, begins_phase, exclusion_file, find_spikes, resume_command
+from tools.lib.spikes import Spike, begins_phase, exclusion_file, find_spikes, resume_command, tail_probability
 
 MOST_DOCUMENTS = 5
 """Documents that a report on spikes names."""
+
+LARGEST_CHANCE = 0.05
+"""Probability from which on the spikes of a document count as chance."""
 
 
 def build_parser() -> ToolParser:
@@ -151,24 +154,44 @@ def report_step(found: StepSamples, args: argparse.Namespace) -> Iterator[str]:
 
 
 def report_spikes(run: RunSamples, spikes: Sequence[Spike], as_json: bool) -> None:
-    """Print the spikes, the places of their samples, and the documents that several of them have in common."""
+    """Print the spikes, the largest z-score first, and the documents whose steps are spikes more often than by chance.
+
+    If spikes were independent of documents, the spikes among the steps that read a document would be binomial with the
+    share of all steps that are spikes. The documents with the smallest probability of that many are named.
+    """
     if not spikes and not as_json:
         echo(f"no spike in {counted(len(run.lines), 'log line')}")
     finder, held = DocumentFinder(shown=0), Counter[tuple[str, int]]()
-    for spike in spikes:
+    for spike in sorted(spikes, key=lambda spike: -max(spike.scores.values())):
         steps = [run.at(step) for step in range(spike.first, spike.peak + 1)]
-        places = [each for found in steps for each in place_ranges(found)]
-        spans = (span for found in steps for i in found.numbers() for span in found.source.datasets["train"].spans(i))
-        documents = {(span.source, finder.document(span)) for span in spans if span.tokens}
-        held.update(documents)
+        places, documents = [each for found in steps for each in place_ranges(found)], set[tuple[str, int]]()
+        for found in steps:
+            spans = (span for i in found.numbers() for span in found.source.datasets["train"].spans(i))
+            of_step = {(span.source, finder.document(span)) for span in spans if span.tokens}
+            held.update(of_step)
+            documents |= of_step
         if as_json:
             numbers = {kind: finite(getattr(spike, kind)) for kind in ("scores", "values")}
             echo(json.dumps({**asdict(spike), **numbers, "places": places, "documents": sorted(documents)}))
         else:
             echo(f"{spike}; samples at places {listed([f'{begin}:{end}' for begin, end in places])}")
-    common = [(document, count) for document, count in held.most_common(MOST_DOCUMENTS) if count > 1]
-    for (source, document), count in common if not as_json else ():
-        echo(f"  document {source}:{document} is in {count} of {len(spikes)} spikes")
+    several = [document for document, count in held.items() if count > 1]
+    if not several or as_json:
+        return
+    last, spiked = run.lines[-1].iteration, sum(spike.peak + 1 - spike.first for spike in spikes)
+    read = {document: len(steps) for document, steps in run.steps_that_read(several, last).items()}
+    share = spiked / (last - min(start.origin.iteration for start in run.starts))
+    chances = {document: tail_probability(held[document], read[document], share) for document in several}
+    for source, document in sorted(several, key=lambda document: (chances[document], document))[:MOST_DOCUMENTS]:
+        hits, of = held[source, document], read[source, document]
+        if chances[source, document] < LARGEST_CHANCE:
+            file, row = finder.origin(source, document)
+            origin = "" if file is None else f" ({file}{'' if row is None else f':{row}'})"
+            name = f"{source}:{document}"
+            echo(
+                f"  document {name}{origin}: {hits} of the {of} steps that read it are spikes (by chance "
+                f"{of * share:.2g}); leave it out with --skip-documents {shell_word(name)}"
+            )
 
 
 def finite(numbers: Mapping[str, float]) -> dict[str, float | None]:

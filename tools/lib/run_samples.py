@@ -7,13 +7,15 @@ from its flags. The samples are checked against the digests in ``metrics.jsonl``
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron.arguments.sources import from_dict
 from megatron.config.batch import Origin, batch_size_stages
@@ -164,6 +166,15 @@ class StepSamples:
         }
 
 
+class StepPlace(NamedTuple):
+    """Place of a step in the samples of a run."""
+
+    step: int
+    start: int  # number of the start that `RunSamples.at` uses
+    consumed: int  # samples of the run consumed before the step
+    size: int  # global batch
+
+
 class RunSamples:
     """The samples of a run by step."""
 
@@ -212,6 +223,37 @@ class RunSamples:
         start = self.starts[number]
         stages = batch_size_stages(start.config.training, start.data_parallel_size)
         return next(size for first, size in reversed(stages) if first <= consumed - start.origin.samples)
+
+    def steps_that_read(self, documents: Collection[tuple[str, int]], last: int) -> dict[tuple[str, int], set[int]]:
+        """Return the steps up to ``last`` that read each of some documents, which are pairs of source and number."""
+        finder, found = DocumentFinder(shown=0), {document: set[int]() for document in documents}
+        sequences = finder.sequences(documents)
+        for number, steps in groupby(self._steps(last), key=lambda step: step.start):
+            each, origin, source = [*steps], self.starts[number].origin, self._open(number)
+            begins = origin.read + np.array([step.consumed for step in each]) - origin.samples
+            read = source.stream_places("train", range(int(begins[0]), int(begins[-1]) + each[-1].size))
+            train = source.datasets["train"]
+            for sample in train.places_of(sequences).tolist():
+                if sample in read:
+                    at = int(np.searchsorted(begins, begins[0] + read.index(sample), side="right")) - 1
+                    for span in train.spans(sample):
+                        if span.tokens and (document := (span.source, finder.document(span))) in found:
+                            found[document].add(each[at].step)
+        return found
+
+    def _steps(self, last: int) -> Iterator[StepPlace]:
+        """Yield the steps of the run up to ``last``, in one pass over the log."""
+        consumed_at = {line.iteration: int(line.line["consumed-samples"]) for line in self.lines}
+        before, consumed = -1, 0
+        for step in range(min(start.origin.iteration for start in self.starts) + 1, last + 1):
+            number = next(n for n, start in enumerate(self.starts) if start.origin.iteration < step)
+            if number != before:
+                before, consumed = number, self.starts[number].origin.samples
+            elif step - 1 in consumed_at:
+                consumed = consumed_at[step - 1]
+            size = self._batch_size(number, consumed)
+            yield StepPlace(step, number, consumed, size)
+            consumed += size
 
     def _check(self, start: RunStart, source: DataSource, step: int) -> bool:
         """Compare the digest of the samples between the log lines around a step; return False without two lines."""
@@ -265,6 +307,20 @@ class DocumentFinder:
         """Return the document that a span is of."""
         return int(np.searchsorted(self._data(span.source).documents, span.sequence, side="right")) - 1
 
+    def sequences(self, documents: Collection[tuple[str, int]]) -> dict[str, NDArray[np.int64]]:
+        """Return the sequences of documents, ascending, by source."""
+        found: dict[str, list[int]] = {}
+        for source, document in sorted(documents):
+            first, last = self._data(source).documents[document : document + 2].tolist()
+            found.setdefault(source, []).extend(range(first, last))
+        return {source: np.array(numbers, dtype=np.int64) for source, numbers in found.items()}
+
+    def origin(self, source: str, document: int) -> tuple[str | None, int | None]:
+        """Return the input file of a document and its line or row, each None if it is not recorded."""
+        origins = self._origins(source, self._data(source).num_documents)
+        file, row = (None if origins is None else origins.locate(document)) or (None, None)
+        return file, row or None
+
     def part(self, span: Span) -> DocumentPart:
         """Return the part of a document that a span holds."""
         data, document = self._data(span.source), self.document(span)
@@ -272,10 +328,9 @@ class DocumentFinder:
         before = int(data.lengths[first : span.sequence].sum(dtype=np.int64)) + span.offset
         whole = int(data.lengths[first:last].sum(dtype=np.int64))
         ids = data.get(span.sequence, span.offset, min(span.tokens, self._shown)).tolist()
-        origins = self._origins(span.source, data.num_documents)
-        file, row = (None if origins is None else origins.locate(document)) or (None, None)
+        file, row = self.origin(span.source, document)
         text = decode(self._tokenizer(span.source), ids)
-        return DocumentPart(span.source, document, before, span.tokens, whole, file, row or None, text, ids)
+        return DocumentPart(span.source, document, before, span.tokens, whole, file, row, text, ids)
 
 
 def decode(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str | None:

@@ -78,6 +78,17 @@ def find_spikes(lines: Sequence[HistoryPoint], deviations: float, window: int) -
     return spikes + ([] if open_spike is None else [open_spike])
 
 
+def tail_probability(hits: int, trials: int, share: float) -> float:
+    """Return the probability of at least ``hits`` successes in ``trials`` independent trials, each with ``share``."""
+    if hits <= 0 or share >= 1:
+        return 1.0
+    hit, miss, ways = math.log(share), math.log1p(-share), math.lgamma(trials + 1)
+    return math.fsum(
+        math.exp(ways - math.lgamma(k + 1) - math.lgamma(trials - k + 1) + k * hit + (trials - k) * miss)
+        for k in range(hits, trials + 1)
+    )
+
+
 def _score(value: float, before: Sequence[float]) -> float:
     """Return the robust z-score of a value; infinite if it is not finite."""
     if not math.isfinite(value):

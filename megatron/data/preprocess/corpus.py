@@ -491,9 +491,10 @@ def load_block(block: Block) -> tuple[Block, int]:
     if isinstance(block, FileBlock):
         return block, 0
     content = block.read()
+    left_out = bool(block.damage) and not block.last  # a line or row that is too long
     if is_table(block.file):
-        return block, len(parse_rows(content))
-    return block._replace(content=content), content.count(b"\n") + (bool(block.damage) and not block.last)
+        return block, len(parse_rows(content)) + left_out
+    return block._replace(content=content), content.count(b"\n") + left_out
 
 
 def read_block(

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.checkpoint.durable_files import checksum, publish_file, sync_file
+from megatron.checkpoint.durable_files import LockState, checksum, publish_file, sync_file, try_lock
 from megatron.config.files import parse_json, read_small
 from megatron.config.text import counted
 from megatron.data.errors import DataError
@@ -43,7 +43,7 @@ from megatron.data.preprocess.corpus import (
     read_block,
     split_into_blocks,
 )
-from megatron.data.preprocess.drop_list import ROW, ROWS_NAME, ListedFile, publish_drop_list
+from megatron.data.preprocess.drop_list import LIST_NAME, ROW, ROWS_NAME, ListedFile, publish_drop_list
 from megatron.data.preprocess.files import MAX_LINE_BYTES
 from megatron.data.preprocess.minhash import NO_KEY, MinHash, MinHashOptions, exact_key
 from megatron.data.preprocess.remote import InputFile
@@ -166,7 +166,7 @@ class Deduplication:
         """Open the folder, and continue what an interrupted command with the same settings left there.
 
         Raises:
-            DataError: if the settings were others.
+            DataError: if the settings were others, or another process works there.
         """
         for file in options.files:
             check_single_key(file, options.keys)
@@ -175,6 +175,17 @@ class Deduplication:
         self._work = options.folder / WORK_NAME
         self._work.mkdir(parents=True, exist_ok=True)
         self._stats = [file.stat() for file in options.files]
+        with ExitStack() as stack:
+            lock = stack.enter_context(open(self._work / "lock", "ab"))
+            if try_lock(lock) is LockState.HELD:
+                raise DataError(f"{self._work}: another process is writing it", "wait until it has ended")
+            if (options.folder / LIST_NAME).exists():  # completed by a process that has just ended
+                raise DataError(f"{options.folder} holds a list already", "another --output")
+            self._state = self._continue()
+            self._lock = stack.pop_all()
+
+    def _continue(self) -> WorkState:
+        """Return the state of an interrupted command with the same settings, or that of a new one."""
         settings = self._settings()
         try:
             state = WorkState(**parse_json(read_small(self._state_path)))
@@ -187,8 +198,8 @@ class Deduplication:
             seen = f"{self._work}: an interrupted command had other {', '.join(other)}"
             raise DataError(seen, "the same command as before", f"start over: rm -r {self._quoted}")
         if state.documents:
-            message(f"continuing an interrupted command after {state.documents:,} documents")
-        self._state = state
+            self._message(f"continuing an interrupted command after {state.documents:,} documents")
+        return state
 
     @property
     def _state_path(self) -> Path:
@@ -213,8 +224,13 @@ class Deduplication:
     def run(self, progress: Callable[[int], None], check: Callable[[], None]) -> dict[str, Any]:
         """Do all phases that are not done yet, and return the report that is written into the list.
 
-        ``progress`` is called with bytes of the input that have been read, ``check`` while waiting.
+        ``progress`` is called with bytes of the input that have been read, ``check`` while waiting. No other process
+        can work in the folder until this ends.
         """
+        with self._lock:
+            return self._run(progress, check)
+
+    def _run(self, progress: Callable[[int], None], check: Callable[[], None]) -> dict[str, Any]:
         if not self._state.collected:
             self._collect(progress, check)
         for file, old in zip(self._options.files, self._stats):

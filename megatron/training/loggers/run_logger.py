@@ -71,6 +71,7 @@ class RunLogger:
         run_id: str = "",
         data: Mapping[str, object] | None = None,
         facts: StartFacts | None = None,
+        continues: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Open the run folder and the loggers that ``config`` enables.
@@ -87,6 +88,7 @@ class RunLogger:
             run_id: identifies the run across restarts.
             data: summary of the training data, written to the folder.
             facts: job and start numbers.
+            continues: this start has taken phases before.
             check: raises SupersededError once a later start has taken over the run; called at most every
                 `SUPERSEDED_CHECK_SECONDS`, and at the end. Nothing is written after that.
 
@@ -114,7 +116,8 @@ class RunLogger:
         self._console = open_console(iteration, self._throughput_model.total_iterations)
         reuse_note = None
         if self.folder is not None:
-            reuse_note = self._open_folder(self.folder, to_yaml(config), name, data or {})
+            held = "the phase before" if continues else "an earlier start"
+            reuse_note = self._open_folder(self.folder, to_yaml(config), name, data or {}, held)
         self._open_trackers(config, run_id, name)
         kind = "evaluation" if config.training.skip_train else "start"  # an evaluation does not restart the loss curve
         self._event(kind, {"run-id": run_id, "world-size": world_size, **self._phase, **(facts or {})})
@@ -122,8 +125,10 @@ class RunLogger:
             self._has_loss_curve = not config.training.skip_train
             self.note(reuse_note)
 
-    def _open_folder(self, folder: Path, resolved_config: str, device: str, data: Mapping[str, object]) -> str | None:
-        """Open the run folder; return a note if an earlier start has used it."""
+    def _open_folder(
+        self, folder: Path, resolved_config: str, device: str, data: Mapping[str, object], held: str
+    ) -> str | None:
+        """Open the run folder; return a note if it was used before, by what is ``held``."""
         metrics, warnings = folder / METRICS_FILE, list[str]()
         try:
             used_before = metrics.exists()
@@ -139,7 +144,7 @@ class RunLogger:
             return None
         names = ", ".join(path.name for path in renamed)
         changed = f"; changed files were renamed to {names}" if renamed else ""
-        return f"{folder} holds an earlier start: {metrics.name} is appended to{changed}"
+        return f"{folder} holds {held}: {metrics.name} is appended to{changed}"
 
     def _open_trackers(self, config: RunConfig, run_id: str, device: str) -> None:
         """Open TensorBoard, Weights & Biases and the loggers of plugins."""

@@ -52,9 +52,14 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a length in its group": ([{**MAIN, "training": {"train-iters": 5}}], "", "phase 1 sets train_iters, but"),
     "an option twice": ([{**MAIN, "lr": 1, "optimizer": {"lr": 2}}], "", "E341 --phases FILE, phase 1 sets lr twice"),
     "a wrong group": ([{**MAIN, "model": {"lr": 1}}], "", "E005 FILE, phase main: there is no option model.lr"),
+    "steps": (
+        [{**MAIN, "iterations_to_skip": [3, 4]}],
+        "",
+        "phase 1 sets iterations_to_skip, which is the same in all phases\n  fix: --iterations-to-skip 3 4",
+    ),
     "a device": ([{**MAIN, "device": "cuda"}], "", "phase 1 sets device, which is the same in all phases"),
     "an unknown option": ([{**MAIN, "seq_lenght": 5}], "", "E005 FILE, phase main: there is no option seq_lenght"),
-    "a value": ([MAIN, {**MAIN, "name": "b", "lr": "x"}], "", "E002 phase b: FILE, phase b: optimizer.lr"),
+    "a value": ([MAIN, {**MAIN, "name": "b", "lr": "x"}], "", "E002 FILE, phase b: optimizer.lr"),
     "a length of the run": (
         [MAIN],
         "--train-iters 5",
@@ -63,7 +68,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "another shape": (
         [MAIN, {**MAIN, "name": "b", "num_layers": 3}],
         "",
-        "E821 phase b: the model is not the phase",
+        "E821 phase b: the model is not that of phase main: ",
     ),
     "another optimizer": ([MAIN, {**MAIN, "name": "b", "optimizer": "sgd"}], "", "E824 phase b: the optimizer is not"),
     "too long": ([MAIN, {**MAIN, "name": "b", "seq_length": 64, "max_position_embeddings": 32}], "", "E105 phase b:"),
@@ -88,6 +93,11 @@ def test_a_file_that_is_not_there() -> None:
 def test_tokens_are_reached_by_the_last_step_and_not_before(tmp_path: Path, text: Any) -> None:
     (phase,) = read(tmp_path, [{"name": "a", "tokens": text}]).plan
     assert (phase.steps, phase.tokens, phase.config.training.train_samples) == (8, 1024, 32)
+
+
+def test_tokens_of_less_than_a_step_are_a_step(tmp_path: Path) -> None:
+    (phase,) = read(tmp_path, [{"name": "a", "tokens": 3}]).plan
+    assert (phase.steps, phase.tokens) == (1, 128)
 
 
 @pytest.mark.parametrize("ramp", [None, (2, 2, 20)])

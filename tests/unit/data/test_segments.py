@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,9 +132,9 @@ def test_several_validation_sets_each_get_all_samples(corpora: dict[str, str], n
 def test_files_are_opened_once(corpora: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 
-    def opening(prefix: str) -> IndexedDataset:
+    def opening(prefix: str, **options: Any) -> IndexedDataset:
         opened.append(prefix)
-        return IndexedDataset(prefix)
+        return IndexedDataset(prefix, **options)
 
     monkeypatch.setattr("megatron.data.build.IndexedDataset", opening)
     wiki, code, _ = corpora.values()

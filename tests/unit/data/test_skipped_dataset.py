@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,11 +16,14 @@ from hypothesis import strategies as st
 from megatron.config.data import DataConfig
 from megatron.config.data_paths import data_sources
 from megatron.config.errors import UserError
+from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.data.dataset import Dataset
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import DataSource, build_data
+from megatron.data.preview import preview_data
 from megatron.data.skipped_dataset import SKIPPED, PlaceRanges, SampleSkips
 from tests.unit.data import pairs
 
@@ -261,3 +265,17 @@ def test_notes(prefixes: list[str]) -> None:
     assert first.startswith("skips ")
     assert beyond == "what is skipped from sample 100 on has no effect: this run ends before it"
     assert "preprocess the data again without these documents" in many
+
+
+def test_the_check_of_a_configuration_counts_skipped_samples_and_finds_that_none_is_left(prefixes: list[str]) -> None:
+    web, length = prefixes[0], IndexedDataset(prefixes[0]).num_tokens
+    data = replace(sources(prefixes)["one"], skip_samples=("2:10002",))
+    config = RunConfig(training=TRAINING, data=data, model=ModelConfig(vocab_size=500))
+    rows = preview_data(config, 1)
+    assert f"{10_040 * 16 / length:,.1f} epochs" in rows[0]
+    assert rows[-2].endswith("more samples are skipped than read, 40: the epochs of the data count both")
+    assert f"training reads {web} {10_040 * 16 / length:,.1f} times" in rows[-1]
+    half = DataConfig(data_path=(web,), split="1,1", skip_documents=(f"{web}:0-28",))
+    for data, left in ((half, True), (replace(half, skip_documents=(f"{web}:0-29",)), False)):
+        with nullcontext() if left else pytest.raises(DataError, match="leaves no sample"):
+            preview_data(replace(config, data=data), 1)

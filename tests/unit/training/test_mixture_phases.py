@@ -61,7 +61,12 @@ def tokens_of(outcome: Outcome, first: int, last: int) -> list[int]:
     return [token for step in range(first, last + 1) for _, row in outcome.samples[step] for token in row]
 
 
-def test_phases_on_one_mixture_continue_its_sources(tmp_path: Path) -> None:
+KILLED = [(6,), pytest.param((1, 3, 6, 7), marks=pytest.mark.slow)]
+"""Steps after which a run is killed: in the third phase; in the first three, and before the last one."""
+
+
+@pytest.mark.parametrize("killed", KILLED)
+def test_phases_on_one_mixture_continue_its_sources(tmp_path: Path, killed: tuple[int, ...]) -> None:
     """Each takes all stages, so a quarter of its samples is code, and reads tokens that those before have not read."""
     flags = mixture(tmp_path)
 
@@ -76,7 +81,7 @@ def test_phases_on_one_mixture_continue_its_sources(tmp_path: Path) -> None:
         assert set(read[: 4 * samples]) <= set(WEB)
         assert sum(token in CODE for token in read) == 8 * samples // 4
     assert set(Counter(tokens_of(whole, 1, 9)).values()) == {1}
-    for step in (1, 3, 6, 7):  # in the first three phases, and before the last one
+    for step in killed:
         assert start(run("parts"), before_step(step + 1, kill)).status is None
     assert start(run("parts")).status == 0
     assert steps(tmp_path / "parts") == steps(tmp_path / "whole")

@@ -58,6 +58,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("phases") / "whole"
     done = start(phased(folder))
     assert (done.status, done.err) == (0, "")
+    assert "earlier start" not in done.out
+    assert done.out.count(f"{folder} holds the phase before: metrics.jsonl is appended to; changed files") == 2
     return folder
 
 
@@ -221,6 +223,8 @@ def test_however_it_is_run_and_saved_the_phases_are_the_same(whole: Path, tmp_pa
         done = start(phased(tmp_path, f"{FLAGS} {flags.format(tmp_path)}"))
         assert done.status == 0  # a save may be left out while another one is written
         assert (tmp_path / "finished.json").exists() == (number + 1 == starts)
+        if way == "in parts" and number + 1 < starts:
+            assert f"stopped by --exit-interval 2 after step {2 * number + 2} of 9" in done.out
     assert column(tmp_path, "lm loss") == column(whole, "lm loss")
     found = differences(tmp_path / "saved/iter_0000009", whole / "saved/iter_0000009")
     assert found == ([] if way != "evaluated" else ["data", "evaluated", "losses"])
@@ -266,6 +270,7 @@ def test_a_plan_that_is_changed(whole: Path, tmp_path: Path) -> None:
     changed = start(phased(tmp_path / "run", phases=[main, long, anneal, {**later, "lr": 2e-3, "tokens": 128}]))
     assert changed.status == 2
     assert "E825 the batch, the length or the schedule is not the checkpoint's: " in changed.err
+    assert "fix: tokens: 64 in phase more, --lr 0.001 | --resume-mode new-schedule" in changed.err
 
 
 def test_a_run_without_phases_continues_with_them_by_a_resume_mode(tmp_path: Path) -> None:

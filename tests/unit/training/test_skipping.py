@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ from tests.kit.runs import (
 from tests.unit.checkpoint.samples import forge
 from tools import inspect_dataset
 from tools.diff_runs import open_samples, read_run
-from tools.lib.run_samples import RunSamples
-from tools.lib.spikes import find_spikes
+from tools.lib.run_samples import DocumentFinder, RunSamples
+from tools.lib.spikes import find_spikes, tail_probability
 
 SAVES = "--micro-batch-size 2 --save-interval 2"
 
@@ -130,6 +131,19 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+def check_readers(folder: Path, last: int) -> None:
+    """Compare the steps that read each document with the samples of each step."""
+    run, finder, expected = RunSamples.of_folder(folder), DocumentFinder(0), dict[tuple[str, int], set[int]]()
+    for step in range(1, last + 1):
+        found = run.at(step)
+        for span in (span for i in found.numbers() for span in found.source.datasets["train"].spans(i) if span.tokens):
+            expected.setdefault((span.source, finder.document(span)), set()).add(step)
+    assert len(expected) > 5
+    assert run.steps_that_read(expected, last) == expected
+    one = min(expected)
+    assert run.steps_that_read([one], last) == {one: expected[one]}
+
+
 def test_the_tool_shows_what_each_step_has_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also in a run that was resumed with more to skip, of which an earlier start was not aware."""
     folder = tmp_path / "run"
@@ -148,6 +162,7 @@ def test_the_tool_shows_what_each_step_has_read(tmp_path: Path, capsys: pytest.C
                 assert part["of"] == len(document)
         assert {facts["checked"] for facts in found} == {True}
         assert [facts["micro_batch"] for facts in found] == [i // 2 for i in range(len(samples))]
+    check_readers(folder, len(first.samples) + len(again.samples))
     # from the flags of a run that has not started
     (facts,) = shown(capsys, "--step", "1", "--samples", "1", "--", *f"{FLAGS} {flags}".split())
     assert facts["place"] == 1
@@ -181,6 +196,7 @@ def test_the_tool_shows_the_steps_of_phases(tmp_path: Path, capsys: pytest.Captu
             assert facts["checked"]
         places += [facts["place"] for facts in found]
     assert places == [*range(8), 0, *range(3, 11), *range(12, 15)]
+    check_readers(folder, 5)
     # the file of places of a step holds in its phase, in which more is skipped, and not in the others
     file = tmp_path / "bad.txt"
     assert inspect_dataset.main(["--run", str(folder), "--step", "3", "--exclude", str(file)]) == 0
@@ -235,6 +251,15 @@ def test_spikes_by_the_robust_score() -> None:
     assert [spike.first for spike in find_spikes(lines, 6.1, 64)] == [22, 25, 27]
 
 
+def test_the_chance_of_spikes_by_counting_all_outcomes() -> None:
+    """Of 5 steps that read a document, at least k are among 3 of 10 steps."""
+    outcomes = [sum(step < 3 for step in steps) for steps in itertools.product(range(10), repeat=5)]
+    for k in range(7):
+        assert tail_probability(k, 5, 0.3) == pytest.approx(sum(n >= k for n in outcomes) / 10**5, rel=1e-12)
+    assert tail_probability(2, 2, 1.0) == 1
+    assert tail_probability(3000, 6000, 0.5) == pytest.approx(0.505, abs=1e-3)
+
+
 @pytest.mark.slow
 def test_the_samples_of_a_bad_document_are_excluded_by_one_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -254,12 +279,18 @@ def test_the_samples_of_a_bad_document_are_excluded_by_one_command(
     held = run.starts[0].open().datasets["train"].places_of({f"{tmp_path}/up": np.array([33])})
     tool = ["--run", str(folder), "--spike", "--window", "16", "--deviations", "8"]
     spikes = shown(capsys, *tool)
-    assert [spike["first"] for spike in spikes] == [
+    heights = [max(spike["scores"].values()) for spike in spikes]
+    assert heights == sorted(heights, reverse=True)
+    assert sorted(spike["first"] for spike in spikes) == [
         step for step in sorted({*(held // 4 + 1).tolist()}) if 50 < step <= 100
     ]
     assert inspect_dataset.main([*tool, "--exclude", f"{tmp_path}/bad.txt"]) == 0
     printed = capsys.readouterr()
-    assert f"document {tmp_path}/up:33 is in 2 of 2 spikes" in printed.out
+    bad = f"{tmp_path}/up:33"
+    steps_of = {*(held // 4 + 1).tolist()} & {*range(1, 101)}
+    found = f"document {bad}: {len(spikes)} of the {len(steps_of)} steps that read it are spikes (by chance "
+    assert found in printed.out.splitlines()[len(spikes)]
+    assert f"leave it out with --skip-documents {bad}" in printed.out
     assert "to go on from step 80 without them" in printed.err
     command = printed.err.splitlines()[-1]
     again = start(tiny_run(Path(f"{folder}-skip1"), f"{flags} {command[command.index(' --load') :]}"))

@@ -534,3 +534,22 @@ def test_an_interrupted_command_with_other_settings_is_refused(tmp_path: Path, m
     assert "continuing an interrupted command after" in messages[0]
     with pytest.raises(DataError, match="changed while it was read"):
         continued.run(lambda _: os.utime(file, (1, 1)), lambda: None)
+
+
+def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
+    """A second command on the same folder is refused while the first one works there, and after it."""
+    file = write_lines(tmp_path / "a.jsonl", corpus(60))
+    options = DeduplicationOptions([file], ("text",), tmp_path / "list", block_bytes=4000)
+    refused = []
+
+    def second() -> None:
+        with pytest.raises(DataError, match="another process is writing it"):
+            Deduplication(options, lambda _: None)
+        refused.append(1)
+
+    deduplicate(replace(options, folder=tmp_path / "alone"))
+    Deduplication(options, lambda _: None).run(lambda _: None, second)
+    assert len(refused) > 3
+    assert listed(tmp_path / "list", file) == listed(tmp_path / "alone", file)
+    with pytest.raises(DataError, match="holds a list already"):
+        Deduplication(options, lambda _: None)

@@ -18,7 +18,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from megatron.data.document_origins import DocumentOrigins
 from megatron.data.errors import DataError
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocess import tables
 from megatron.data.preprocess.corpus import read_documents
 from megatron.data.preprocess.encode import PreprocessOptions, write_dataset
@@ -27,6 +29,8 @@ from megatron.data.tokenizers.huggingface import ByteTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerOptions
 from tests.unit.data.pairs import COMPRESS
 from tests.unit.data.preprocess.test_preprocess import RecordingListener, pair
+from tools.deduplicate import main as deduplicate
+from tools.preprocess_data import main as preprocess
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
 
@@ -231,3 +235,22 @@ def test_a_program_that_imports_nothing_else_reads_tables(tmp_path: Path) -> Non
     read += "print([document.texts for document in read_documents([Path(sys.argv[1])], ['text'])])"
     command = [sys.executable, "-c", f"import sys\nfrom pathlib import Path\n{read}", str(tmp_path / "x.parquet")]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[('a',), ('bc',)]\n"
+
+
+@pytest.mark.parametrize("step", [[], ["--map", "builtins:dict"]], ids=["texts", "records"])
+def test_an_overlong_row_keeps_its_number(tmp_path: Path, step: list[str]) -> None:
+    """As an overlong line does, for origins and drop lists."""
+    texts = [f"text {number}" for number in range(9)]
+    texts[3], texts[7] = "x" * 9000, texts[5]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    parquet.write_table(pa.Table.from_pydict({"text": texts}), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        file, drop, out = (str(tmp_path / each) for each in (name, "list-" + name, "out-" + name))
+        flags = ["--input", file, "--max-line-bytes", "1000", "--on-bad-line", "skip", "--workers", "1"]
+        assert deduplicate([*flags, "--method", "exact", "--output", drop]) == 0
+        flags += ["--tokenizer-type", "ByteTokenizer", "--output-prefix", out]
+        assert preprocess([*flags, "--drop", drop, *step]) == 0
+        data, origins = IndexedDataset(f"{out}_text_document"), DocumentOrigins.open(f"{out}_text_document")
+        assert origins is not None
+        found = {origins.locate(i)[1]: bytes(data[i].tolist()).decode() for i in range(len(data))}
+        assert found == {number: text for number, text in enumerate(texts, 1) if number not in (4, 8)}, name
