@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.record import keep, options, table, timed, versions
+from benchmarks.record import keep, options, processor, table, timed, versions
 from megatron.data.preprocess.workers import available_cores
 
 ROOT = Path(__file__).parents[1]
@@ -256,6 +256,8 @@ def main(argv: Sequence[str]) -> int:
         "threads": str(args.threads),
         "rounds": str(args.rounds),
         "load before": f"{load:.1f}",
+        "machine": processor(),
+        "date": time.strftime("%Y-%m-%d"),
     }
     measured_with = versions("gigatoken", "tokenizers")
     note = ", ".join(f"{name}: {value}" for name, value in (setting | measured_with).items())

@@ -110,7 +110,7 @@ def build_parser() -> ToolParser:
     add = parser.add_argument_group("performance").add_argument
     engine = "encoding library: gigatoken, the tokenizer's own (hf), or gigatoken if its ids are equal (auto)"
     interval = "documents between progress lines in a file (a line every 10 seconds); 0 for none"
-    add("--workers", type=int, metavar="N", help="encoding processes (the available cores)")
+    add("--workers", type=int, metavar="N", help="processes or threads that encode (the available cores)")
     add("--engine", choices=ENGINES, default="auto", help=engine)
     add("--log-interval", type=int, metavar="N", help=interval)
     add = parser.add_argument_group("flags of Megatron-LM without effect").add_argument

@@ -45,7 +45,6 @@ JSON_TYPE_NAMES: dict[type, str] = {
     bool: "a boolean",
     type(None): "null",
 }
-ESCAPED_NUL = b"\\u0000"  # as escaped in JSON
 FIX_LINE = "fix or remove this document"
 
 
@@ -114,13 +113,13 @@ def parse_valid_lines(content: bytes, keys: Sequence[str]) -> list[list[bytes]] 
 
     None if a line is blank or may be invalid; `read_block` then decides.
     """
-    if ESCAPED_NUL in content:
-        return None
     try:
         records: list[Any] = list(map(_reader(), split_lines(content)))
-        return [[record[key].encode() for record in records] for key in keys]
+        columns = [[record[key].encode() for record in records] for key in keys]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+    has_nul = any(b"\0" in text for texts in columns for text in texts)  # faster than to look for its escapes before
+    return None if has_nul else columns
 
 
 @cache

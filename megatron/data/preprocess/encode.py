@@ -1,6 +1,7 @@
-"""Encode text files into token files, in several processes.
+"""Encode text files into token files, in several processes or threads.
 
-`BlockEncoder` turns a block of text into ids and statistics. `EncoderPool` runs one in each of several processes.
+`BlockEncoder` turns a block of text into ids and statistics. `EncoderPool` runs one in each of several processes;
+two workers that use gigatoken are threads.
 `write_dataset` chooses the engine, encodes all blocks, and gives the token files their final names only when all are
 complete.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -55,7 +57,7 @@ from megatron.data.preprocess.remote import InputFile, RemoteStat, current_stat
 from megatron.data.preprocess.sentences import SentenceSplitter
 from megatron.data.preprocess.shards import Shard
 from megatron.data.preprocess.transforms import FILTER, MAP, QUALITY, DocumentTransforms, Step
-from megatron.data.preprocess.workers import WorkerPool
+from megatron.data.preprocess.workers import WorkerPool, in_order
 from megatron.data.progress import PreprocessProgress, PreprocessTotals
 from megatron.data.tokenizers.base import EncodedBatch, Tokenizer
 from megatron.data.tokenizers.engine import GIGATOKEN, OWN_LIBRARY, EncodeEngine, build_engine, choose_engine
@@ -84,7 +86,7 @@ class PreprocessOptions:
     tokenizer_options: TokenizerOptions
     append_eod: bool = False  # append the end-of-document id to every text that is not empty
     engine: str = "auto"  # one of `engine.ENGINES`
-    workers: int = 1  # processes that encode; 1 means this process
+    workers: int = 1  # processes or threads that encode; 1 means this thread
     skip_bad: bool = False  # skip invalid documents instead of failing
     block_bytes: int = BLOCK_BYTES  # bytes of text that a worker encodes at once
     max_line_bytes: int = MAX_LINE_BYTES  # of a line or a plain file; a longer one is an invalid document
@@ -284,6 +286,56 @@ def _start_encoder(plan: PreprocessOptions, fingerprint: str) -> Callable[[tuple
     return lambda request: encoder(request[0])(request[1])
 
 
+MAX_THREADS = 2  # that encode with gigatoken; more would wait for each other: Python's lock is held half of the time
+
+
+def _can_use_threads(plan: PreprocessOptions, tokenizer: Tokenizer) -> bool:
+    """Return True if the workers can be threads, which start at once, where gigatoken is the engine."""
+    is_ours = bool(plan.steps) or plan.sentences is not None or not tokenizer.files  # Python's lock is held longer
+    return not is_ours and plan.engine != OWN_LIBRARY and plan.workers <= MAX_THREADS
+
+
+def _encode_all(
+    plan: PreprocessOptions,
+    tokenizer: Tokenizer,
+    engine: EncodeEngine,
+    pool: EncoderPool | None,
+    blocks: Iterable[Block],
+    check: Callable[[], None],
+) -> Generator[tuple[Block, EncodedBlock]]:
+    """Yield each block with its encoding, from the processes of ``pool``, or from threads or processes started now."""
+    if pool is not None:
+        yield from pool.encoded(blocks, engine.name, check)
+    elif plan.workers == 1:
+        encode = BlockEncoder(plan, tokenizer, engine)
+        yield from ((block, encode(block)) for block in blocks)
+    elif engine.name.startswith(GIGATOKEN):
+        yield from in_order(_encoder_of_threads(plan, tokenizer, engine), blocks, plan.workers, check)
+    else:
+        with closing(EncoderPool(plan, tokenizer.fingerprint)) as late:
+            yield from late.encoded(blocks, engine.name, check)
+
+
+def _encoder_of_threads(
+    plan: PreprocessOptions, tokenizer: Tokenizer, engine: EncodeEngine
+) -> Callable[[Block], EncodedBlock]:
+    """Return a function for threads: each builds an engine of its own, because gigatoken refuses to be shared."""
+    own = threading.local()
+    ready = [engine]
+
+    def encode(block: Block) -> EncodedBlock:
+        if not hasattr(own, "encoder"):
+            try:
+                mine = ready.pop()
+            except IndexError:
+                mine = build_engine(tokenizer, engine.name)
+            own.encoder = BlockEncoder(plan, tokenizer, mine)
+        encoded: EncodedBlock = own.encoder(block)
+        return encoded
+
+    return encode
+
+
 SAMPLE_BYTES = 1 << 20  # of texts, on which gigatoken is compared with the tokenizer's own library
 SAMPLE_SEARCH_BYTES = 8 << 20  # of the input, read to find that many
 
@@ -425,7 +477,8 @@ def write_dataset(
     transforms = DocumentTransforms(plan.steps, plan.keys)
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        pool = stack.enter_context(closing(EncoderPool(plan, tokenizer.fingerprint))) if plan.workers > 1 else None
+        needs_pool = plan.workers > 1 and not _can_use_threads(plan, tokenizer)
+        pool = stack.enter_context(closing(EncoderPool(plan, tokenizer.fingerprint))) if needs_pool else None
         is_compared = tokenizer.files and plan.engine != OWN_LIBRARY
         sample = read_sample(plan.files, plan.keys, plan.max_line_bytes, transforms, check) if is_compared else []
         engine = choose_engine(tokenizer, sample, plan.engine)
@@ -458,9 +511,7 @@ def write_dataset(
             files, plan.keys, plan.block_bytes, plan.max_line_bytes, transforms, start, plan.stop
         )
         blocks = islice(unread if drop is None else mark_dropped(unread, drop), state.blocks, None)
-        encode = BlockEncoder(plan, tokenizer, engine)
-        here = ((block, encode(block)) for block in blocks)
-        results = here if pool is None else pool.encoded(blocks, engine.name, check)
+        results = _encode_all(plan, tokenizer, engine, pool, blocks, check)
         for block, result in stack.enter_context(closing(results)):
             check()
             if result.differs is not None:

@@ -1,9 +1,9 @@
 """Run work in other processes of this machine, and end them with this one.
 
-`WorkerPool` serves requests in several processes and yields the answers in the order of the requests. Every worker has
-its own pipe to this process: `ProcessPoolExecutor` shares one between all, and waits forever for the rest of a result
-if a worker is killed while sending it. `run_in_subprocess` runs any function in a process that can be killed at any
-moment.
+`WorkerPool` serves requests in several processes and yields the answers in the order of the requests; `in_order` serves
+them in threads of this process. Every worker process has its own pipe: `ProcessPoolExecutor` shares one between all,
+and waits forever for the rest of a result if a worker is killed while sending it. `run_in_subprocess` runs any function
+in a process that can be killed at any moment.
 """
 
 from __future__ import annotations
@@ -140,6 +140,39 @@ def _call_function(connection: Connection, function: Callable[[Argument, Report]
 Serve = Callable[[Request], Answer]
 
 
+def in_order(
+    serve: Serve[Request, Answer],
+    requests: Iterable[Request],
+    threads: int,
+    check: Callable[[], None] = lambda: None,
+    stop: Callable[[], None] = lambda: None,
+) -> Generator[tuple[Request, Answer]]:
+    """Yield each request with its answer, in the order of the requests, which are served in ``threads``.
+
+    Only `REQUESTS_PER_WORKER` requests per thread are taken ahead. ``check`` is called while waiting; its exceptions
+    end the work. ``stop`` is called at the end, also of a generator that is closed early; it must end what is served.
+    """
+    pending: deque[tuple[Request, Future[Answer]]] = deque()
+
+    def oldest() -> tuple[Request, Answer]:
+        request, future = pending.popleft()
+        while not wait([future], POLL_SECONDS).done:
+            check()
+        return request, future.result()
+
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for request in requests:
+                if len(pending) == REQUESTS_PER_WORKER * threads:
+                    yield oldest()
+                pending.append((request, pool.submit(serve, request)))
+            while pending:
+                yield oldest()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            stop()
+
+
 class WorkerPool(Generic[Request, Answer]):
     """Pool of processes that serve requests."""
 
@@ -160,26 +193,12 @@ class WorkerPool(Generic[Request, Answer]):
         Only `REQUESTS_PER_WORKER` requests per worker are taken ahead, so that memory use is bounded. If the generator
         is closed early, the workers end at once. ``check`` is called while waiting; its exceptions end the work.
         """
-        pending: deque[tuple[Request, Future[Answer]]] = deque()
 
-        def oldest() -> tuple[Request, Answer]:
-            request, future = pending.popleft()
-            while not wait([future], POLL_SECONDS).done:
-                check()
-            return request, future.result()
+        def stop() -> None:
+            for worker in self._workers:
+                worker.process.kill()  # a request being served may take long
 
-        with ThreadPoolExecutor(len(self._workers)) as threads:
-            try:
-                for request in requests:
-                    if len(pending) == REQUESTS_PER_WORKER * len(self._workers):
-                        yield oldest()
-                    pending.append((request, threads.submit(self._answer, request)))
-                while pending:
-                    yield oldest()
-            finally:
-                threads.shutdown(wait=False, cancel_futures=True)
-                for worker in self._workers:
-                    worker.process.kill()  # a request being served may take long
+        yield from in_order(self._answer, requests, len(self._workers), check, stop)
 
     def _answer(self, request: Request) -> Answer:
         """Have an idle worker serve a request. There is one, because there are as many threads as workers."""

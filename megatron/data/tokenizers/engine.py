@@ -148,7 +148,7 @@ def _refuse_added_tokens(file: Mapping[str, Any]) -> None:
 
 
 def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> EncodedBatch:
-    """Return the ids of the texts.
+    """Return the ids of the texts, on this thread: others encode other blocks.
 
     Raises:
         UnicodeError: if one is not Unicode text.
@@ -162,7 +162,7 @@ def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> EncodedBatch:
                 ids = [np.empty(0, np.uint32), *map(fast.encode, texts)]
                 return EncodedBatch(np.concatenate(ids), np.array([*map(len, ids[1:])], np.int64))
             import_module("awkward")  # else gigatoken imports it lazily and swallows exceptions of signal handlers
-            return _from_ragged(fast.encode_batch(texts).layout)
+            return _from_ragged(fast.encode_batch(texts, parallel=False).layout)
     except DataError:
         for text in texts:
             unicode_text(text)  # an unpaired surrogate is the usual reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -116,6 +117,19 @@ def independent(texts: Sequence[str], model: Path) -> tuple[bytes, bytes]:
 
 def pair(prefix: str) -> tuple[bytes, bytes]:
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def test_two_workers_without_gigatoken(
+    corpus: Path, records: list[dict[str, str]], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are processes that start once it is known not to be usable."""
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    files = find_text_files([str(corpus)], [".jsonl"], [])
+    choice = TokenizerOptions("HuggingFaceTokenizer", str(model))
+    plan = PreprocessOptions(files, ("text",), str(tmp_path / "out"), choice, True, workers=2, block_bytes=9000)
+    _, message_text = run(plan)
+    assert message_text[0].startswith("engine: tokenizers")
+    assert pair(output_prefix(plan.prefix, "text")) == independent([record["text"] for record in records], model)
 
 
 @pytest.mark.parametrize(
