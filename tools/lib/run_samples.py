@@ -328,7 +328,7 @@ class DocumentFinder:
         whole = int(data.lengths[first:last].sum(dtype=np.int64))
         ids = data.get(span.sequence, span.offset, min(span.tokens, self._shown)).tolist()
         file, row = self.origin(span.source, document)
-        text = decode(self._tokenizer(span.source), ids)
+        text = self.text(span.source, ids)
         return DocumentPart(span.source, document, before, span.tokens, whole, file, row, text, ids)
 
     def text(self, source: str, ids: Sequence[int]) -> str | None:
