@@ -36,7 +36,7 @@ FORM = "sources: {web: {path: PREFIX, share: 70%}, code: {path: PREFIX, share: 3
 
 
 class Quota(NamedTuple):
-    """How much of a stage comes from a source."""
+    """Amount of a source in a stage."""
 
     kind: str  # share, of what tokens and epochs of others leave; tokens; epochs
     amount: Fraction

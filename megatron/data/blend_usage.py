@@ -1,4 +1,4 @@
-"""How much of each source every stage of a run reads, from headers of files alone."""
+"""Tokens of each source that every stage of a run reads, computed from file headers alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.data.skipped_dataset import SKIPPED, SampleSkips
 
 
 class SourceUse(NamedTuple):
-    """How a stage reads a source."""
+    """Tokens, samples and epochs of a source in a stage."""
 
     name: str
     once: int  # tokens of one epoch

@@ -42,7 +42,7 @@ more."""
 MAX_FIXES = 4  # tokens to choose from, in an error
 
 CUT_CHARACTER = "\ufffd"
-"""What bytes that are no character are decoded to."""
+"""Character that replaces bytes that are not valid UTF-8."""
 
 PARTS = {"prefix": "pre|begin", "middle": "mid|end", "suffix": "suf|hole"}
 """Parts of a document, and the words in their tokens' names."""

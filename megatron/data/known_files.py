@@ -19,7 +19,7 @@ PARTS = 3  # words of a record
 
 
 class KnownPair(NamedTuple):
-    """What is known of a pair whose index was checked."""
+    """Fingerprint and size of token files whose index was checked."""
 
     fingerprint: str
     tokens: int

@@ -134,7 +134,7 @@ class _Nowhere:
 
 @dataclass(frozen=True)
 class DatasetManifest:
-    """What a pair of token files holds, and how it was made."""
+    """The manifest of a pair of token files: contents, inputs, options and checksums."""
 
     files: Mapping[str, FileChecksums]  # by suffix
     fingerprint: str  # `IndexedDataset.fingerprint`

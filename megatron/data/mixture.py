@@ -56,7 +56,7 @@ def hash_of(*facts: object) -> int:
 
 
 class DocumentStream:
-    """The documents of one source in an order without end: shuffled anew in every epoch."""
+    """An infinite stream of the documents of one source, reshuffled every epoch."""
 
     def __init__(self, name: str, files: Sequence[IndexedDataset], seed: int, index_cache: IndexCache | None) -> None:
         """Read the documents of ``files`` in the order that ``seed`` and ``name`` decide."""

@@ -263,7 +263,7 @@ class RemoteTokens:
 
 
 class RemotePrefix(NamedTuple):
-    """What is read of a prefix in a store."""
+    """Token files in an object store: local index, remote blocks, and their checksums."""
 
     local: str  # prefix of the copies of its small files
     tokens: RemoteTokens

@@ -179,7 +179,7 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
 
 
 class Beginning(NamedTuple):
-    """Where a phase is planned to begin."""
+    """Planned start position of a phase."""
 
     origin: Origin = WHOLE_RUN
     skipped: Sequence[int] = ()  # places of its data that are skipped before, as in a checkpoint

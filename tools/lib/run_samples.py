@@ -137,7 +137,7 @@ class StepSamples:
 
     @property
     def phase(self) -> str:
-        """What places of the phase begin with, for ``--skip-samples``; empty in a run without phases."""
+        """Prefix ``PHASE/`` of places for ``--skip-samples``; empty in a run without phases."""
         name = self.start.config.training.phase_name
         return "" if name is None else f"{name}/"
 
