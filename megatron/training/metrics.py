@@ -262,7 +262,7 @@ class MetricsWindow:
         metrics = {
             "iteration": iteration,
             "consumed-samples": consumed_samples,
-            "consumed-tokens": self.origin.tokens_at(consumed_samples, self.seq_length),
+            "consumed-tokens": self.origin.tokens + (consumed_samples - self.origin.samples) * self.seq_length,
             "lm loss": _mean_of_finite(losses),
             **{name: _mean_of_finite(values) for name, values in zip(self._extra_names, extra)},
             "grad-norm": norms[self._last_computed],

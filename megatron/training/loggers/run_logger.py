@@ -187,7 +187,7 @@ class RunLogger:
 
     def stepped(self, iteration: int, consumed_samples: int, read: Callable[[], Metrics] | None = None) -> None:
         """Update the progress after a step; ``read`` returns the metrics to log if the run fails before its line."""
-        tokens = self._origin.tokens_at(consumed_samples, self._seq_length)
+        tokens = self._origin.tokens + (consumed_samples - self._origin.samples) * self._seq_length
         self._progress = {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
         self._read_pending = read
         self._console.stepped(iteration)
