@@ -23,6 +23,7 @@ from megatron.config.planning import PlanningConfig
 from megatron.config.plugins import option_groups
 from megatron.config.precision import PrecisionConfig
 from megatron.config.profiling import ProfilingConfig
+from megatron.config.reliability import ReliabilityConfig
 from megatron.config.training import TrainingConfig
 
 
@@ -42,6 +43,7 @@ class RunConfig(WithPluginOptions):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     planning: PlanningConfig = field(default_factory=PlanningConfig)
 
     def group(self, name: str) -> Any:

@@ -34,8 +34,8 @@ class Component(UpdateHook):
 
     Every method is called on all ranks, in the same order, so it may communicate; exceptions are documented. In the
     order of a run: ``before_load``, ``prepare``, ``load``, ``load_state_dict`` or ``on_weights_loaded``, ``on_start``,
-    ``on_train_start``; in every step ``on_step_start``, ``before_update``, ``after_update``, ``after_step``,
-    ``on_step_end``, ``on_iteration_end``; at the end ``on_stop``.
+    ``on_train_start``; in every step ``on_step_start``, ``on_gradients``, ``before_update``, ``after_update``,
+    ``after_step``, ``on_step_end``, ``on_iteration_end``; at the end ``on_stop``.
     """
 
     name: str = ""
@@ -157,6 +157,16 @@ class Component(UpdateHook):
     def on_loss_grad(self, loss_grad: Tensor) -> Tensor:
         """Return the gradient of the summed losses with which backward starts, 0-d; inside a captured step."""
         return loss_grad
+
+    def on_gradients(self, losses: dict[str, Tensor], tokens: Tensor) -> None:
+        """Act on the reduced gradients before the update, inside a captured step.
+
+        Gradients of this rank's shards are those of the global batch times the loss scale, and may be changed in place.
+
+        Args:
+            losses: of the step by name, 0-d, equal on all ranks; entries may be replaced.
+            tokens: weight of the global batch, by which losses and gradients are divided, 0-d.
+        """
 
     def after_step(self, outcome: UpdateResult) -> None:
         """Act after an update, inside a captured step: on the device, in place and without waiting for it."""

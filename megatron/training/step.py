@@ -49,10 +49,12 @@ def train_step(
     with trainer.timers("forward-backward"):
         trainer.compute(batches, loss_grad)
     sums = collect_sums(trainer)
-    loss = mean_loss(trainer, sums, tokens)
-    extra = auxiliary_losses(trainer, sums, tokens)
-    extra |= {name: mean_loss(trainer, sums, tokens, name) for name in trainer.loss_names}
+    losses = {"lm loss": mean_loss(trainer, sums, tokens), **auxiliary_losses(trainer, sums, tokens)}
+    losses |= {name: mean_loss(trainer, sums, tokens, name) for name in trainer.loss_names}
     trainer.optimizer.reduce_gradients(trainer.timers)
+    for component in trainer.acting(Component.on_gradients):
+        component.on_gradients(losses, tokens)
+    loss = losses.pop("lm loss")
     with trainer.timers("optimizer"):
         if update is None:
             outcome = trainer.optimizer.update(rates, scale, loss, trainer.timers, trainer.components)
@@ -60,7 +62,7 @@ def train_step(
             outcome = update(rates, scale, loss)
     for component in trainer.acting(Component.after_step):
         component.after_step(outcome)
-    return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite, extra)
+    return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite, losses)
 
 
 def rates_on(device: torch.device, rates: Rates) -> Rates:

@@ -237,7 +237,7 @@ class ConsoleLogger:
         """Print an event. Starts are in the summary of the run, and errors are printed when the process ends."""
         if kind in ("note", "stop", "samples"):
             print_line(fields["text"])
-        elif kind == "warning":
+        elif kind in ("warning", "incident"):
             print_warning(fields["text"])
         elif kind == "start-up":
             print_line(startup_line(fields["phases"], fields["slowest"]))

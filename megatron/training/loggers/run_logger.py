@@ -241,6 +241,10 @@ class RunLogger:
         """Report a problem that does not end the run."""
         self._event("warning", {"text": text})
 
+    def incident(self, kind: str, text: str, folder: Path | None = None) -> None:
+        """Report an incident of a kind of ``incidents.KINDS``, and its folder."""
+        self._event("incident", {"kind": kind, "text": text, "folder": None if folder is None else str(folder)})
+
     def stopped(self, why: str) -> None:
         """Report why the run ends before its last step."""
         self._event("stop", {"text": why})

@@ -96,7 +96,7 @@ class TensorBoardLogger:
         """Add errors, warnings, generated samples and the names of phases as text."""
         if kind == "start" and "phase" in fields:
             self._by_step.add_text("phase", fields["phase"], step)
-        if kind in ("warning", "error", "samples"):
+        if kind in ("warning", "incident", "error", "samples"):
             self._by_step.add_text(kind, fields["text"], step)
 
     def flush(self) -> None:
