@@ -21,13 +21,14 @@ from megatron.arguments.summary import summary
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.location import Location
 from megatron.config.errors import UserError
-from megatron.config.launch import end_refused_start
+from megatron.config.launch import Launch, end_refused_start
 from megatron.config.phases import Phase
 from megatron.config.run import RunConfig
 from megatron.convert.sources import SourceOptions, open_source
 from megatron.data.errors import DataError
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import (
+    connect_places,
     destroy_distributed,
     enable_flight_recorder,
     gather_results,
@@ -46,7 +47,13 @@ from megatron.training.checkpointer import (
 from megatron.training.component import stopped_after_errors
 from megatron.training.components.times import GoodputState, StartupReport
 from megatron.training.cuda_graphs import StepRunner
-from megatron.training.failure_report import PeerWatchdog, StartRefusedError, explain_error, report_failure
+from megatron.training.failure_report import (
+    PeerWatchdog,
+    StartRefusedError,
+    explain_error,
+    host_name,
+    report_failure,
+)
 from megatron.training.features import build_callbacks, plugin_callbacks
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary, read_json_lines
 from megatron.training.loggers.run_logger import RunLogger
@@ -121,6 +128,8 @@ def join_and_train(plan: Sequence[Phase], startup: StartupTimer, signals: ExitSt
     world = world_group(rank, world_size)
     with refuse_start_on_error():
         check_same_plan(config, world)
+    timeout, launch = 60.0 * config.parallel.distributed_timeout_minutes, Launch.read(os.environ)
+    world = connect_places(world, timeout, host_name(os.environ), launch.local_rank)
     startup.enter("checkpoint")
     stop = StopRequest(
         world, device, training.exit_duration_in_mins, startup.began, training.stop_file, config.logging.run_dir
@@ -256,7 +265,8 @@ def build_and_train(
             origin=trainer.progress.origin,
             later=trainer.progress.later,
         )
-    with log, PeerWatchdog(world, trainer.pipeline if config.parallel.pipeline_model_parallel_size > 1 else None):
+    pipeline = trainer.pipeline if config.parallel.pipeline_model_parallel_size > 1 else None
+    with log, PeerWatchdog(world, pipeline, run_dir):
         with refuse_start_on_error(), stopped_after_errors(trainer.components):
             shown = summary(config, world.size, *trainer.progress.in_phase, known_cluster(config, world.size))
             for text in (*notes, "\n".join([shown, *trainer.data.summary()])):
