@@ -57,10 +57,14 @@ class Place:
 
     def __init__(self) -> None:
         """Begin with a record that no other process can read."""
+        self._descriptors: tuple[int, ...] = ()
         self.reset()
 
     def reset(self) -> None:
-        """Forget all, and share nothing."""
+        """Forget all, and share nothing. Processes that have opened the record keep what it held."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = ()
         self.peers: dict[int, PeerPlace] = {}
         self.hosts: list[tuple[str, int]] = []  # machine and local rank of every rank
         self.stacks: int | None = None  # descriptor of the memory file for stacks, while the record is shared
@@ -82,7 +86,7 @@ class Place:
         Raises:
             OSError: on systems without memory files.
         """
-        descriptor, self.stacks = os.memfd_create("place"), os.memfd_create("stacks")
+        descriptor, self.stacks = self._descriptors = os.memfd_create("place"), os.memfd_create("stacks")
         os.ftruncate(descriptor, SIZE)
         memory = memoryview(mmap.mmap(descriptor, SIZE))
         memory[:] = self._bytes
@@ -161,7 +165,7 @@ class Place:
         self.reset()
         self.timeout = timeout
         try:
-            machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            machine = f"{host} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
             descriptors = self.share()
         except (OSError, AttributeError):  # not Linux
             machine, descriptors = "", (-1, -1)

@@ -80,8 +80,8 @@ class StalledError(RuntimeError):
 
     def __init__(self, stall: Stall) -> None:
         """Create the error with the stall's sentence."""
-        why = "" if stall.differ else f" for {PLACE.timeout / 60:g} minutes (--distributed-timeout-minutes)"
-        super().__init__(f"stalled{why}: {stall.sentence}")
+        why = f"stalled for {PLACE.timeout / 60:g} minutes (--distributed-timeout-minutes)"
+        super().__init__(f"{'ranks called different collectives' if stall.differ else why}: {stall.sentence}")
         self.stall = stall
 
 

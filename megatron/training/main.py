@@ -35,6 +35,7 @@ from megatron.distributed.launch import (
     run_on_rank0,
     world_group,
 )
+from megatron.distributed.places import PLACE
 from megatron.kernels.compile import make_deterministic
 from megatron.training.build import build_trainer
 from megatron.training.build_model import check_same_plan, choose_device, join_distributed
@@ -95,6 +96,7 @@ def run(
     """
     # Signals are handled until the error is reported: launchers send SIGTERM as soon as a rank has exited.
     with ExitStack() as signals:
+        signals.callback(PLACE.reset)
         try:
             phases = plan or [Phase(config, tuple(notes))]
             status = join_and_train(phases, startup or StartupTimer(), signals)

@@ -45,7 +45,7 @@ REPORT_SECONDS = 3.0
 REARM_SECONDS = 5.0
 """Seconds between two starts of faulthandler's timer, which starts a thread."""
 
-COMPARE_SECONDS = 5.0
+COMPARE_SECONDS = 2.0
 """Seconds between two comparisons of collectives with those of a neighbour."""
 
 NO_RAISE_SECONDS = 3.0
@@ -74,6 +74,7 @@ class StallWatch:
         )
         PLACE.slots[LEFT] = PLACE.slots[FAILED] = PLACE.slots[REPORTED] = 0
         self.interval = min(1.0, self._timeout / 10) if self._timeout else 1.0
+        self.poll()  # the timers run before the first step
 
     @property
     def still(self) -> float:

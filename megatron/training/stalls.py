@@ -109,8 +109,9 @@ def find_mismatch(places: Mapping[int, PlaceFacts]) -> tuple[str, tuple[int, ...
                 return f"{before}: {ranks_text(sorted(calls))}", ()
             sides = sorted(ranks_of.items(), key=lambda side: (len(side[1]), side[1]))
             (text, fewer), *others = sides
-            rest = ", ".join(f"{ranks_text(ranks)} {other}" for other, ranks in others)
+            rest = "; ".join(f"{ranks_text(ranks)} called {other}" for other, ranks in others)
             place = describe(places[fewer[0]], 0.0)
+            axes = calls[fewer[0]]["axes"]
             sentence = f"{ranks_text(fewer)} called {text} in {axes} as number {number} of the group; {rest}"
             return f"{sentence} ({ranks_text(fewer)}: {place})", tuple(fewer)
     return None

@@ -139,9 +139,11 @@ def set_up(trainer: Trainer, name: str, rank: int, culprit: int, folder: Path) -
         fault()
 
 
-def run_rank(rank: int, size: int, port: int, name: str, culprit: int, folder: str, flags: str) -> int:
+def run_rank(rank: int, size: int, port: int, name: str, culprit: int, folder: str, flags: str, apart: bool) -> int:
     """One rank, in a process of its own."""
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    if apart:  # as on machines of their own, which share no memory
+        place |= {"SLURMD_NODENAME": f"node{rank}", "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     os.environ |= {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
     torch.set_num_threads(1)
     at = partial(set_up, name=name, rank=rank, culprit=culprit, folder=Path(folder))
@@ -172,7 +174,7 @@ class Ended:
         reports = re.findall(r"^error on rank (\d+): ", self.printed, re.MULTILINE)
         if len(reports) != 1:
             found.append(f"{len(reports)} reports")
-        if not re.search(rf"rank {culprit}{case.place}", self.printed):
+        if not re.search(rf"rank {culprit}(?: on node\d+)?{case.place}", self.printed):
             found.append("rank or place is not named")
         if not all(self.statuses):
             found.append(f"exit statuses {self.statuses}")
@@ -187,15 +189,19 @@ class Ended:
         return found
 
 
-def run_case(name: str, size: int, culprit: int, minutes: float, folder: Path, layout: str = LAYOUT) -> Ended:
+def run_case(
+    name: str, size: int, culprit: int, minutes: float, folder: Path, layout: str = LAYOUT, apart: bool = False
+) -> Ended:
     """Run a case, and wait for the end of all ranks; those that are left are killed."""
     folder.mkdir(parents=True, exist_ok=True)
-    flags = f"{layout} --train-iters 5 --micro-batch-size 1 --distributed-timeout-minutes {minutes}"
+    flags = (
+        f"{layout} --train-iters 400 --log-interval 400 --micro-batch-size 1 --distributed-timeout-minutes {minutes}"
+    )
     flags += f" --save {folder}/saved --save-interval 3" if name == "disk" else ""
     port, ranks = free_port(), list[ForkedProgram]()
     try:
         for rank in range(size):
-            arguments = rank, size, port, name, culprit, str(folder), flags
+            arguments = rank, size, port, name, culprit, str(folder), flags, apart
             ranks.append(ForkedProgram(run_rank, *arguments, output=folder / f"rank{rank}.txt"))
         began: float | None = None
         ended = time.monotonic()
@@ -232,13 +238,14 @@ def main_program(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="*", default=[*CASES])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=0.2, help="timeout")
+    parser.add_argument("--apart", action="store_true", help="as if each rank had a machine of its own")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args(argv)
     lines, wrong = [], 0
     for number, name in enumerate(args.cases):
         culprit = (5 + 3 * number) % args.ranks
         with tempfile.TemporaryDirectory() as folder:
-            ended = run_case(name, args.ranks, culprit, args.minutes, Path(folder) / name)
+            ended = run_case(name, args.ranks, culprit, args.minutes, Path(folder) / name, apart=args.apart)
             problems = ended.problems(name, culprit, 60 * args.minutes)
             wrong += bool(problems)
             if problems:
