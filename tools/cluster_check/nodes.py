@@ -84,7 +84,7 @@ def outliers(rates: Mapping[K, float], least: float) -> dict[K, float]:
 
 
 def slow_links(rates: Mapping[tuple[K, K], float], least: float) -> tuple[dict[K, float], dict[tuple[K, K], float]]:
-    """Return ends that are slow with every partner, and slow pairs of the other ends, with the shares that they lack."""
+    """Return ends that are slow with every partner, slow pairs of the other ends, and the shares that they lack."""
     best: dict[K, float] = {}
     for pair, rate in rates.items():
         for end in pair:
@@ -225,7 +225,7 @@ def slow_ranks(hosts: Sequence[str], speeds: Sequence[Speed], least: float) -> I
         nodes = {host: statistics.median(rates[rank] for rank in own) for host, own in ranks.items()}
         slow = outliers(nodes, least)
         for host, lacks in slow.items():
-            sentence = f"node {host} (ranks {listed_ranks(ranks[host])}) {what} {lacks:.0%} slower than the others"
+            sentence = f"node {host} ({listed_ranks(ranks[host])}) {what} {lacks:.0%} slower than the others"
             todo = f"--exclude={host}, and run `python tools/doctor.py` there: temperature, power, clocks, other jobs"
             yield Finding(GROUP, "slow node", BAD, sentence, todo, {"node": host, "lacks": lacks, "of": kind})
         for host, own in ranks.items():
@@ -259,6 +259,11 @@ def slow_pairs(hosts: Sequence[str], pairs: Sequence[Pair]) -> Iterator[Finding]
         yield Finding(
             GROUP, "slow link", BAD, sentence, "check the switch between them", {"nodes": ends, "lacks": lacks}
         )
+    inside = {host: max(rates.values()) for host, rates in within.items()}
+    for host, lacks in outliers(inside, SLOWER_LINK).items():
+        sentence = f"ranks of {host} exchange {lacks:.0%} less with each other than those of other nodes"
+        todo = f"--exclude={host}, and `nvidia-smi nvlink -s` there"
+        yield Finding(GROUP, "slow link", BAD, sentence, todo, {"node": host, "lacks": lacks})
     for host, rates in within.items():
         ranks, links_inside = slow_links(rates, SLOWER_LINK)
         for rank, lacks in ranks.items():
@@ -285,7 +290,8 @@ def node_table(records: Sequence[RankRecord], speeds: Sequence[Speed], pairs: Se
         links = [pair.bandwidth for pair in pairs if (pair.first in own) != (pair.second in own)]
         links = links or [pair.bandwidth for pair in pairs if pair.first in own]
         rate = f"{max(links) / 1e9:.3g}" if links else "-"
-        yield f"{host:<16}{listed_ranks(own):<10}{device:<28}{products:>9.3g}{copies:>11.3g}{rate:>11}"
+        numbers = f"{own[0]}-{own[-1]}"
+        yield f"{host:<16}{numbers:<10}{device:<28}{products:>9.3g}{copies:>11.3g}{rate:>11}"
 
 
 def _print(

@@ -29,6 +29,7 @@ from tools.cluster_check.report import (
     ClusterReport,
     section_summary,
 )
+from tools.lib import machine_health
 
 
 @pytest.fixture(scope="module")
