@@ -1,7 +1,7 @@
 """Write the page of a run, as one HTML file: ``python tools/report.py RUN_DIR``; ``--serve`` shows it live.
 
-The file needs no network and no other file. It has the curves of the run over tokens with what happened, where the hours
-went, speed, cost, experts, data, checkpoints, incidents, configuration and origin.
+The file needs no network and no other file. It has the curves of the run over tokens with what happened, where the
+hours went, speed, cost, experts, data, checkpoints, incidents, configuration and origin.
 """
 
 from __future__ import annotations

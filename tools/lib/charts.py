@@ -230,8 +230,12 @@ class ChartBook:
         yield "</div></figure>"
         self.data.append(
             {
-                **{"id": chart.name, "unit": chart.unit, "log": scale.log, "y": [scale.low, scale.high]},
-                **{"zero": chart.from_zero, "curves": [points for _, points in curves]},
+                "id": chart.name,
+                "unit": chart.unit,
+                "log": scale.log,
+                "y": [scale.low, scale.high],
+                "zero": chart.from_zero,
+                "curves": [points for _, points in curves],
             }
         )
 

@@ -33,7 +33,8 @@ def document(title: str, body: Iterable[str], style: str = "", script: str = "")
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     allowed = f"script-src 'sha256-{digest}'" if script else "script-src 'none'"
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; {allowed}; connect-src 'self'; base-uri 'none'"
+    rest = "style-src 'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'"
+    policy = f"default-src 'none'; {allowed}; {rest}"
     yield f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     yield f"<style>{STYLE}{style}</style>\n</head>\n<body>"
     yield from body

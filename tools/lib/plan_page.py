@@ -24,6 +24,7 @@ from megatron.planner.report import (
 from tools.lib.page import document, html_table, section
 from tools.lib.plan_figures import draw_plan
 
+
 def plan_page(report: PlanReport) -> str:
     """Return the page. Raises ``ValueError`` if matplotlib is missing."""
     return printable("\n".join(document(title(report), _page(report)))) + "\n"

@@ -16,7 +16,7 @@ import numpy as np
 from megatron.config.settings import SETTINGS
 from megatron.config.text import counted, format_bytes, format_compact, printable
 from megatron.training.loggers.plots import running_mean
-from tools.lib.charts import MARKS, Chart, ChartBook, compact
+from tools.lib.charts import MARKS, ChartBook, compact
 from tools.lib.page import document, html_table, section
 from tools.lib.report_facts import (
     Curves,
@@ -108,9 +108,7 @@ def short(text: str, most: int = MAX_TEXT) -> str:
 # ---- Head
 
 
-def _header(
-    record: RunRecord, options: PageOptions, hours: RunHours, planned: float, now: float
-) -> Iterator[str]:
+def _header(record: RunRecord, options: PageOptions, hours: RunHours, planned: float, now: float) -> Iterator[str]:
     state, rows = run_state(record, now), summary_rows(record)
     step, tokens = done(record)
     yield f'<header><h1>{escape(run_name(record))} <span class="state {state.name}">{state.name}</span></h1>'
@@ -169,9 +167,7 @@ def _cards(
 # ---- Charts
 
 
-def _charts(
-    record: RunRecord, options: PageOptions, book: ChartBook, found: Sequence[Happening]
-) -> Iterator[str]:
+def _charts(record: RunRecord, options: PageOptions, book: ChartBook, found: Sequence[Happening]) -> Iterator[str]:
     name = run_name(options.other) if options.other is not None else ""
     yield '<section><h2>Learning</h2><p class="help js">Drag over a chart to zoom in, double-click to see all again. '
     yield "With the keyboard: arrows move the cursor, + and - zoom, 0 shows all. Hold Shift to move further.</p>"

@@ -135,8 +135,8 @@ class RunRecord:
         elif name == "training":
             self._add_training(number, iteration, line)
         elif name not in (None, "health"):
-            loss = line[f"lm loss {str(name).partition(' ')[0]}"]
-            took = float(line.get("evaluation-time", 0.0))
+            kind = str(name).partition(" ")[0]
+            loss, took = line[f"lm loss {kind}"], float(line.get(f"{kind}-time", 0.0))
             start.evaluations.append((seconds, took if math.isfinite(took) else 0.0))
             value = math.nan if loss is None else float(loss)
             self.evaluations.append(Evaluation(str(name), iteration, int(line["consumed-tokens"]), value, number))
