@@ -24,6 +24,7 @@ from megatron.training.components.kept_casts import KeptCasts
 from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.components.optimizer_state import OptimizerState
 from megatron.training.components.passed_steps import PassedSteps
+from megatron.training.components.power import PowerMeter
 from megatron.training.components.source_losses import SourceLosses
 from megatron.training.components.spikes import SpikeGuard
 from megatron.training.components.store_prefetch import StorePrefetch
@@ -89,6 +90,7 @@ def build_callbacks(
     if config.training.on_nonfinite == "stop":
         callbacks.append(NonFiniteCheck(trainer))
     if logging.run_dir is not None:  # a profile may be requested at any time
+        callbacks.append(PowerMeter(trainer))
         callbacks.append(StepProfiler(trainer, log, lambda: stop.profile_request))
     if logging.log_health_interval is not None:
         callbacks.append(HealthReport(trainer, logging.log_health_interval))

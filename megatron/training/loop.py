@@ -7,6 +7,7 @@ line, an evaluation, a save or the end.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -243,7 +244,7 @@ def evaluations_due(trainer: Trainer) -> list[str]:
 
 def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger, callbacks: CallbackList) -> None:
     """Evaluate a split and log the loss. Call before saving, so that a run killed in between repeats both."""
-    metrics: dict[str, Tensor] = {}
+    began, metrics = time.perf_counter(), dict[str, Tensor]()
     loss = evaluate(trainer, split, metrics).item()
     others: dict[str, float] = {}
     for component in trainer.components:
@@ -253,7 +254,8 @@ def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger, callbacks: Ca
     trainer.progress.evaluated[split] = trainer.iteration
     trainer.progress.losses[split] = loss
     further = {name: value.item() for name, value in metrics.items()}
-    evaluated = evaluation_metrics(split, loss, others, further, trainer.objective.is_cross_entropy)
+    seconds = time.perf_counter() - began
+    evaluated = evaluation_metrics(split, loss, others, further, trainer.objective.is_cross_entropy, seconds)
     log.log(evaluated)
     callbacks.call(Component.on_evaluate, evaluated)
 
