@@ -1,6 +1,6 @@
 """Metrics of a run by name, and their lines on the console, with fewer columns on narrow terminals.
 
-`METRICS` names every metric of a log line, for which `tools/generate_docs.py` writes the tables of docs/operations.md.
+`METRICS` names every metric of a log line, for which `tools/generate_docs.py` writes the tables of docs/logs.md.
 `COLUMNS` are those that the console shows.
 """
 

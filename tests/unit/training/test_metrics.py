@@ -56,7 +56,7 @@ from megatron.training.metrics import (
     timer_metrics,
 )
 from tests.kit.runs import before_step, kill, records, start, tiny_run
-from tools.generate_docs import OPERATIONS, operations_page
+from tools.generate_docs import LOGS, logs_page
 
 CPU = torch.device("cpu")
 
@@ -343,8 +343,8 @@ def test_the_table_has_every_metric_and_no_other(single_process: None) -> None:
 
 
 def test_the_tables_in_the_documentation_match_the_code() -> None:
-    text = OPERATIONS.read_text()
-    assert text == operations_page(text), "run: python tools/generate_docs.py"
+    text = LOGS.read_text()
+    assert text == logs_page(text), "run: python tools/generate_docs.py"
     for name in summarize_health(
         ["embedding", "layers.0", "head"],
         torch.ones(3, 8),
