@@ -20,7 +20,7 @@ from megatron.checkpoint.location import Location
 from megatron.data.dataset import split_kind
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.checkpointer import Checkpointer
-from megatron.training.component import Component, name_in_errors, stop_components
+from megatron.training.component import Component, LoopEndError, name_in_errors, stop_components
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import Goodput, MetricsWindow, StepMetrics, evaluation_metrics
@@ -52,6 +52,7 @@ def train(
         ``exit_duration_in_mins``.
 
     Raises:
+        LoopEndError: if a component ends the loop.
         NonFiniteError: with ``on_nonfinite`` stop.
         StorageError: if the last checkpoint, or ``finished.json``, cannot be written.
     """
@@ -77,7 +78,7 @@ def train(
                 status = take_steps(trainer, graphs, log, stop, callbacks, checkpointer, goodput)
         trainer.optimizer.weights.wait()  # other ranks may still be gathering weights from this one
     except BaseException as error:
-        stop_components(trainer.components, error)
+        stop_components(trainer.components, None if isinstance(error, LoopEndError) else error)
         raise
     stop_components(trainer.components, None)
     if not skip_train and trainer.iteration >= trainer.total_steps and not trainer.progress.later[0]:

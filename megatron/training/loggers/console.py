@@ -238,7 +238,7 @@ class ConsoleLogger:
 
     def event(self, step: int, kind: str, fields: Metrics) -> None:
         """Print an event. Starts are in the summary of the run, and errors are printed when the process ends."""
-        if kind in ("note", "stop", "samples"):
+        if kind in ("note", "stop", "samples", "rewind"):
             print_line(fields["text"])
         elif kind in ("warning", "incident"):
             print_warning(fields["text"])
