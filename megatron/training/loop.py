@@ -100,14 +100,14 @@ def take_steps(
     if stop_code or trainer.iteration >= trainer.total_steps:
         return exit_status(stop_code)
     training = trainer.config.training
-    logging, checkpoint = trainer.config.logging, trainer.config.checkpoint
+    checkpoint = trainer.config.checkpoint
     window = MetricsWindow(
         trainer.device,
         training.seq_length,
         world=trainer.mesh.world,
         timers=trainer.timers,
         goodput=goodput,
-        timing_option=logging.timing_log_option,
+        timing_option=trainer.config.logging.timing_log_option,
         origin=trainer.progress.origin,
     )
     leave = False
@@ -124,7 +124,7 @@ def take_steps(
         failed_read = partial(read, alone=True) if window.computed else None  # if the run fails early
         log.stepped(iteration, consumed_samples, failed_read)
         last = iteration == trainer.total_steps
-        exits, logs = is_due(training.exit_interval, iteration), is_due(logging.log_interval, iteration)
+        exits, logs = is_due(training.exit_interval, iteration), is_due(log.interval, iteration)
         saves = checkpoint.save is not None and is_due(checkpoint.save_interval, iteration)
         splits = evaluations_due(trainer)
         # what follows waits for the device anyway, and uses the step's results

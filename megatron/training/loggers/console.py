@@ -242,6 +242,8 @@ class ConsoleLogger:
             print_line(fields["text"])
         elif kind in ("warning", "incident"):
             print_warning(fields["text"])
+        elif kind == "control":
+            (print_line if fields["done"] else print_warning)(fields["text"])
         elif kind == "start-up":
             print_line(startup_line(fields["phases"], fields["slowest"]))
             self._explains = True
