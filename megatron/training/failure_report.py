@@ -51,7 +51,7 @@ from megatron.distributed.launch import (
     write_error_file,
 )
 from megatron.pipeline.runtime import Pipeline
-from megatron.training.diloco.replicas import ReplicaError
+from megatron.training.replicas.members import ReplicaError
 from megatron.training.loggers.run_folder import JsonLinesLogger
 from megatron.training.rank_log import write_text
 
