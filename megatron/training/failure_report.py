@@ -53,8 +53,9 @@ from megatron.distributed.launch import (
 )
 from megatron.distributed.places import PLACE
 from megatron.pipeline.runtime import Pipeline
-from megatron.training.diloco.replicas import ReplicaError
 from megatron.training.loggers.run_folder import JsonLinesLogger
+from megatron.training.rank_log import write_text
+from megatron.training.replicas.members import ReplicaError
 from megatron.training.stall_watch import (
     REQUEST_KEY,
     StallWatch,
@@ -124,6 +125,7 @@ def report_failure(
     previous = signal.signal(signal.SIGTERM, signal.SIG_IGN) if in_main else None
     try:
         if not register_failure():
+            write_text(f"this rank failed after another one:\n{''.join(traceback.format_exception(error))}")
             await_report()
             return False
         publish_text(FIRST_FAILURE_KEY, f"{rank}: {describe_error(error)}")
