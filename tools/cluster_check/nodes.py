@@ -123,13 +123,14 @@ def examine_job(
         return 1
     world = world_group(launch.rank, launch.world_size)
     first = launch.local_rank == 0
-    mine = RankRecord(
-        host,
-        launch.local_rank,
-        [finding.to_json() for finding in own] if first else None,
-        machine_facts(device.type, environ) if first else None,
-    )
-    records = [RankRecord(*each) for each in comm.all_gather_objects(list(mine), world)]
+    mine = {
+        "host": host,
+        "local_rank": launch.local_rank,
+        "findings": [finding.to_json() for finding in own] if first else None,
+        "facts": machine_facts(device.type, environ) if first else None,
+    }
+    gathered: list[dict[str, Any]] = comm.all_gather_objects(mine, world)
+    records = [RankRecord(**each) for each in gathered]
     speeds = [Speed(*each) for each in comm.all_gather_objects(list(measure_speed(world, device)), world)]
     clocks = comm.all_gather_objects(time.time(), world)  # at most as far apart as the ranks leave the last gathering
     pairs = [*measure_pairs(world, min(map(len, ranks_by_host(records).values())), device)]
