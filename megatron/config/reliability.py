@@ -2,9 +2,77 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from megatron.config.errors import Problem
+from megatron.config.option import Need, Run, option
+
+REWIND = "rewind"
+
+MOST_REWIND_STEPS = 10**6
+"""Limit of N in ``rewind:N``."""
+
+TRAINING_STEPS = Need("not skip_train", "training steps (--skip-train takes none)")
+
+
+class Policy(NamedTuple):
+    """What follows a step that is a spike, or not finite."""
+
+    # ``log``, ``skip``, ``stop`` or ``rewind``.
+    act: str
+    # Steps to go back at least, whose samples are left out then; 0 without ``rewind``.
+    steps: int = 0
+
+
+def parse_policy(words: tuple[str, ...], text: str) -> Policy:
+    """Parse one of ``words`` or ``rewind:N``.
+
+    Raises:
+        ValueError: for another text.
+    """
+    match = re.fullmatch(rf"{REWIND}:([1-9]\d{{0,6}})", text)
+    if match is not None and int(match[1]) <= MOST_REWIND_STEPS:
+        return Policy(REWIND, int(match[1]))
+    if text not in words:
+        raise ValueError(f"{text!r} is not {', '.join(words)} or {REWIND}:N, such as {REWIND}:100")
+    return Policy(text)
+
+
+parse_spike_policy = partial(parse_policy, ("log", "skip"))
+parse_nonfinite_policy = partial(parse_policy, ("skip", "stop"))
 
 
 @dataclass(frozen=True)
 class ReliabilityConfig:
     """Faults of hardware, data and numbers: how they are found, recorded and survived."""
+
+    on_spike: str = option("skip", role="free", check=parse_spike_policy, needs=Need("skip_spikes"))
+    """Action at a spike: log it, skip the update, or rewind:N: go back to the newest checkpoint from at least N steps
+    before it, and leave out the samples of the last N steps."""
+    max_rewinds: int = option(10, role="start", at_least=1, needs=TRAINING_STEPS)
+    """Times that a run goes back with rewind:N; the next time it stops."""
+    max_incidents: int = option(20, role="start", at_least=0, needs=Need("run_dir"))
+    """Folders of incidents in run_dir that spikes and steps that are not finite may fill; further ones are only
+    logged."""
+    rank_logs: bool = option(True, role="start", needs="run_dir")
+    """Write warnings, errors and crashes of each rank into RUN_DIR/ranks."""
+
+    def check_rewind(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that a run that goes back has checkpoints, and is alone."""
+        policies = {"--on-nonfinite": (config.training.on_nonfinite, "stop")}
+        if config.optimizer.skip_spikes is not None:
+            policies["--on-spike"] = self.on_spike, "skip"
+        for name, (text, instead) in policies.items():
+            if not text.startswith(REWIND) or config.training.skip_train:
+                continue
+            if config.checkpoint.save is None:
+                yield Problem(
+                    "E980", f"{name} {text} goes back to a checkpoint, and --save is not given", ("--save FOLDER",)
+                )
+            if config.diloco.diloco_sync_interval is not None:
+                sentence = f"{name} {text} does not support --diloco-sync-interval: one replica would go back alone"
+                yield Problem("E980", sentence, (f"{name} {instead}", "drop --diloco-sync-interval"))
