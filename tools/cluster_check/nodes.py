@@ -231,9 +231,7 @@ def slow_ranks(hosts: Sequence[str], speeds: Sequence[Speed], least: float) -> I
             yield Finding(GROUP, "slow node", BAD, sentence, todo, {"node": host, "lacks": lacks, "of": kind})
         for host, own in ranks.items():
             for rank, lacks in outliers({rank: rates[rank] for rank in own}, least).items():
-                sentence = (
-                    f"rank {rank} ({host}, place {own.index(rank)}) {what} {lacks:.0%} slower than its node's others"
-                )
+                sentence = f"rank {rank}, {own.index(rank)} on {host}, {what} {lacks:.0%} slower than the others there"
                 todo = f"`python tools/doctor.py` on {host}: its GPU or cores are throttled, shared or bound wrongly"
                 facts = {"rank": rank, "node": host, "lacks": lacks, "of": kind}
                 yield Finding(GROUP, "slow rank", BAD, sentence, todo, facts)
