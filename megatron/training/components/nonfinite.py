@@ -25,7 +25,7 @@ class StepCheck(Component):
     def __init__(self, trainer: Trainer, late: bool | None = None) -> None:
         """Start with no step; ``late`` reads one step late, by default on GPUs."""
         self._trainer = trainer
-        self._late = trainer.device.type == "cuda" if late is None else late
+        self.late = trainer.device.type == "cuda" if late is None else late
         self._unread: tuple[HostCopy, Sequence[MicroBatch]] | None = None
 
     def left(self) -> Tensor:
@@ -39,7 +39,7 @@ class StepCheck(Component):
     def on_step_taken(self, batches: Sequence[MicroBatch]) -> None:
         """Check this step, or the one before it if they are read late; see :class:`Component`."""
         previous, self._unread = self._unread, (HostCopy(self.left()), batches)
-        self._check(previous) if self._late else self.settle()
+        self._check(previous) if self.late else self.settle()
 
     def settle(self) -> None:
         """Check the last step; see :class:`Component`."""
@@ -88,6 +88,8 @@ class NonFiniteCheck(StepCheck):
         if values:
             sentence = f"the loss or gradient of step {batches[0].step + 1} is not finite"
             explain = lambda: explain_nonfinite(self._trainer, batches)  # noqa: E731
-            sentence = act_on_step(self, self._trainer, "nonfinite", batches, self._policy, sentence, explain=explain)
+            sentence = act_on_step(
+                self, self._trainer, "nonfinite", batches, self._policy, sentence, explain=explain, intact=not self.late
+            )
             if self._policy.act == "stop":
                 raise NonFiniteError(sentence)
