@@ -67,6 +67,8 @@ MAX_COUNT = 1 << 62
 
 MAX_ROUNDS = 1 << 40
 
+FINISHED = "finished"
+
 KNOCK = "knock"
 """Key that is there while a replica waits to join, also for a moment afterwards."""
 
@@ -140,7 +142,9 @@ class StoreClient(distributed_c10d.Store):
             case [b"none"] if not certain:
                 return []
             case [b"refused", reason]:
-                raise ReplicaError(f"the replica server refuses a request: {printable(reason.decode(errors='replace'))}")
+                raise ReplicaError(
+                    f"the replica server refuses a request: {printable(reason.decode(errors='replace'))}"
+                )
         raise ReplicaError(
             f"what answers is no replica server of this version: it sent {counted(len(answer), 'field')} to a request "
             f"{fields[0].decode()}; start tools/diloco_server.py of the replicas' version, and all replicas again"
@@ -200,9 +204,7 @@ class StoreClient(distributed_c10d.Store):
         self._seconds = timeout.total_seconds()
 
 
-def connect(
-    server: str, timeout: float, secret: bytes = b"", flags: str = "--diloco"
-) -> distributed_c10d.Store:
+def connect(server: str, timeout: float, secret: bytes = b"", flags: str = "--diloco") -> distributed_c10d.Store:
     """Return a client of the store at ``HOST:PORT``.
 
     Raises:
@@ -436,6 +438,10 @@ class Replicas:
             except ReplicaError:  # the next request of the main thread reports it
                 return
 
+    def is_member_alive(self, member: Member) -> bool:
+        """Return False if a member is gone, or silent; always True for this replica."""
+        return member.id == self.id or self._is_alive(member.id)
+
     def _is_alive(self, holder: str) -> bool:
         """Return False for a replica whose heartbeat has not changed for ``timeout``, as watched from here.
 
@@ -597,6 +603,23 @@ class Replicas:
                 return self._read(key)
             if not all(self._is_alive(member.id) for member in members if member.id != self.id):
                 self._replace(key, "", "abort")
+
+    def finish(self) -> None:
+        """Record that the last step of the run was taken, and saved."""
+        self._ask(self._store.set, FINISHED, "1")
+
+    def has_finished(self) -> bool:
+        """Return True if the last step of the run was taken, and saved."""
+        return bool(self._ask(self._store.check, [FINISHED]))
+
+    def wait_for_first(self, members: Sequence[Member]) -> int:
+        """Wait until the run has finished, or this replica is the first member left; return how many are left."""
+        left = [*members]
+        while left[0].id != self.id and not self.has_finished():
+            if not self._is_alive(left[0].id) and not self.has_finished():
+                left.pop(0)
+            time.sleep(self.poll)
+        return len(left)
 
     def forget_knock(self) -> None:
         """Forget that replicas wait to join; those that still do knock again."""
