@@ -111,7 +111,7 @@ class ElasticReplica(Component):
             str(options.elastic_server), timeout, read_secret(options.elastic_secret_file, FLAGS), flags=FLAGS
         )
         replicas = Replicas(
-            store, self.world.rank, self.world.size, self.count, timeout, flags=FLAGS, check=check_facts
+            store, self.world.rank, self.world.size, self.count, timeout, flags=FLAGS, check=check_facts, watched=True
         )
         wanted = options.elastic_replica
         same = shared_options(self.trainer.config, self.world.size)
@@ -119,7 +119,7 @@ class ElasticReplica(Component):
         claim = partial(replicas.claim, wanted, wanted is not None, same)
         place: list[Any] = run_on_rank0(lambda: [claim(), replicas.id], self.world)
         replicas.index, replicas.id = place
-        replicas.bind()
+        replicas.watch()
         self.replicas = replicas
         return ()
 
