@@ -22,6 +22,7 @@ from megatron.training.loggers.console import print_warning
 from megatron.training.resume_source import ResumeSource
 
 if TYPE_CHECKING:
+    from megatron.training.checkpointer import Checkpointer
     from megatron.training.loggers.run_logger import RunLogger
     from megatron.training.metrics import StepMetrics
 
@@ -205,6 +206,14 @@ class Component(UpdateHook):
 
     def before_save(self) -> None:
         """Complete what the state consists of, before a checkpoint is composed."""
+
+    def writes(self, checkpointer: Checkpointer) -> bool:
+        """Return False if another process saves this step; called before :meth:`before_save`.
+
+        Args:
+            checkpointer: about to save; may be given a lease on its folder.
+        """
+        return True
 
     def is_whole_after(self, error: Exception) -> bool:
         """Return True if the state of this rank is whole after an error, so that the step can be saved."""

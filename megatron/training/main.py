@@ -138,7 +138,8 @@ def join_and_train(plan: Sequence[Phase], startup: StartupTimer, signals: ExitSt
         from megatron.training.local_checkpoints import NodeCheckpoints  # optional
 
         others = NodeCheckpoints.hold(config.checkpoint, world)
-    with hold_save_folder(config.checkpoint.save, world) as lease, others as nodes:
+    save = config.checkpoint.save if config.elastic.elastic_replicas is None else None  # or its writer holds it
+    with hold_save_folder(save, world) as lease, others as nodes:
         return take_phases(plan, notes, stop, startup, lease, nodes)
 
 

@@ -41,17 +41,7 @@ def train_step(
     if trainer.device.type == "cuda":
         rates = rates_on(trainer.device, rates)
     scale = trainer.scaler.scale.clone()  # the scaler updates its own in place
-    tokens = count_tokens(trainer, batches)
-    trainer.buckets.start_step(len(batches), trainer.iteration)
-    loss_grad = scale / tokens.clamp(min=1.0)
-    for component in trainer.acting(Component.on_loss_grad):
-        loss_grad = component.on_loss_grad(loss_grad)
-    with trainer.timers("forward-backward"):
-        trainer.compute(batches, loss_grad)
-    sums = collect_sums(trainer)
-    losses = {"lm loss": mean_loss(trainer, sums, tokens), **auxiliary_losses(trainer, sums, tokens)}
-    losses |= {name: mean_loss(trainer, sums, tokens, name) for name in trainer.loss_names}
-    trainer.optimizer.reduce_gradients(trainer.timers)
+    losses, tokens = compute_gradients(trainer, batches, scale)
     for component in trainer.acting(Component.on_gradients):
         component.on_gradients(losses, tokens)
     loss = losses.pop("lm loss")
@@ -63,6 +53,28 @@ def train_step(
     for component in trainer.acting(Component.after_step):
         component.after_step(outcome)
     return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite, losses)
+
+
+def compute_gradients(
+    trainer: Trainer, batches: Sequence[MicroBatch], scale: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Run the pipeline on micro-batches, and reduce the gradients, which are multiplied by ``scale``; collective.
+
+    Returns:
+        Losses by name, and the weight of the batch, by which they and the gradients are divided: 0-d tensors.
+    """
+    tokens = count_tokens(trainer, batches)
+    trainer.buckets.start_step(len(batches), trainer.iteration)
+    loss_grad = scale / tokens.clamp(min=1.0)
+    for component in trainer.acting(Component.on_loss_grad):
+        loss_grad = component.on_loss_grad(loss_grad)
+    with trainer.timers("forward-backward"):
+        trainer.compute(batches, loss_grad)
+    sums = collect_sums(trainer)
+    losses = {"lm loss": mean_loss(trainer, sums, tokens), **auxiliary_losses(trainer, sums, tokens)}
+    losses |= {name: mean_loss(trainer, sums, tokens, name) for name in trainer.loss_names}
+    trainer.optimizer.reduce_gradients(trainer.timers)
+    return losses, tokens
 
 
 def rates_on(device: torch.device, rates: Rates) -> Rates:
