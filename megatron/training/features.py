@@ -31,6 +31,7 @@ from megatron.training.diloco.component import Diloco
 from megatron.training.diloco.outer_optimizer import PARAM
 from megatron.training.frozen_models import FrozenModelInputs
 from megatron.training.loggers.run_logger import RunLogger
+from megatron.training.replay_check.component import ReplayCheck
 from megatron.training.stop import StopRequest
 from megatron.training.trainer import Trainer
 
@@ -46,6 +47,7 @@ class Feature(Protocol):
 
 
 FEATURES: Sequence[Feature] = (
+    ReplayCheck,
     CompressionState,
     ExpertLoadBalance,
     ExchangeOverflow,
