@@ -113,9 +113,8 @@ class LowPrecisionRule(UpdateRule):
         found.params, found.state = copies_of(self.params, indices), copies_of_state(self.state, indices)
         found.step_counts = copies_of(self.step_counts, (0,))
         found._low = [None if (low := self._low[index]) is None else low.clone() for index in indices]
-        found._places, found._first, found._keys = (
-            [every[index] for index in indices] for every in (self._places, self._first, self._keys)
-        )
+        found._places = [self._places[index] for index in indices]
+        found._first, found._keys = ([every[i] for i in indices] for every in (self._first, self._keys))
         return found
 
     @torch.no_grad()

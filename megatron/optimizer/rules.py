@@ -113,6 +113,7 @@ class UpdateRule(ABC):
 
     def of_copies(self, indices: Sequence[int]) -> UpdateRule | None:
         """Return a rule that makes the same update of copies of some parameters and their state; None if it cannot."""
+        return None
 
 
 class ElementwiseRule(UpdateRule):

@@ -168,7 +168,7 @@ class ReplayCheck(Component):
             return
         self._checks += 1
         self._trainer.optimizer.weights.wait()
-        left = [self._at_rest.flags, self._updated, self._gather.compare()]
+        left = [self._at_rest.flags(), self._updated, self._gather.compare()]
         copies = find_differing_copies(self._trainer)
         differ = torch.full((1,), bool(copies), device=self._trainer.device)
         if self._is_any_set([*(flags.values for flags in left), differ]):
@@ -210,8 +210,8 @@ class ReplayCheck(Component):
     def _copies_of_minority(self, copies: Sequence[WeightCopy]) -> list[Finding]:
         """Return this rank's copies that differ from most others; collective."""
         world = self._trainer.mesh.world
-        gathered = comm.all_gather_objects([[*copy] for copy in copies], world)
-        by_rank = [[WeightCopy(*copy) for copy in each] for each in gathered]
+        mine: list[list[Any]] = [[*copy] for copy in copies]
+        by_rank = [[WeightCopy(*copy) for copy in each] for each in comm.all_gather_objects(mine, world)]
         names = dict.fromkeys(copy.what for each in by_rank for copy in each)
         return [("copies", name) for name in names if world.rank in differing_ranks(name, by_rank)[0]]
 
@@ -239,6 +239,7 @@ class ReplayCheck(Component):
             except OSError as error:
                 print_warning(f"the incident is not recorded: {error}")
         if not ends:
+            self._at_rest.forget()  # somebody may repair it
             return
         if verdict.is_hardware:
             raise CorruptionError(f"E982 {verdict.sentence}; the last step that was found clean is {clean}")

@@ -62,10 +62,11 @@ class StateAtRest:
         if self._sums is not None:
             self._differs |= torch.stack([word_sum(x) for x in self._tensors]) != self._sums
 
-    @property
     def flags(self) -> Flags:
-        """What has changed between updates since the start."""
-        return Flags(self._differs, lambda found: (("state", self._names[i]) for i in found))
+        """Return what has changed between two updates since the last call."""
+        flags = Flags(self._differs.clone(), lambda found: (("state", self._names[i]) for i in found))
+        self._differs.zero_()
+        return flags
 
     def _collect(self) -> None:
         optimizer = self._trainer.optimizer
@@ -94,7 +95,8 @@ class UpdateCheck:
     def copy(self, group: ParamGroup, rule: UpdateRule, args: UpdateArgs, number: int) -> None:
         """Copy parameters, state and gradients before an update; ``number`` is that of the check."""
         order = [(number + i) % len(group.names) for i in range(len(group.names))]
-        chosen, elements = [], 0
+        chosen: list[int] = []
+        elements = 0
         for index in order:
             elements += rule.params[index].numel()
             if chosen and elements > COPIED_ELEMENTS:

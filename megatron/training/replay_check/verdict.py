@@ -37,6 +37,8 @@ class Difference:
     @property
     def where(self) -> str:
         """One of :data:`PLACES`."""
+        if self.kind == FORWARD:
+            return "activation"
         if self.kind in (GRADIENT, BACKWARD):
             return "gradient"
         if self.kind == REDUCED or (self.kind == GOT and self.is_of_gradients):
