@@ -30,7 +30,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,16 @@ ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-ga
 BROADCAST, REDUCE, ALL_TO_ALL, SEND = "broadcast", "reduce", "all-to-all", "send"
 
 
+class CommObserver(Protocol):
+    """Observer of the tensors that this rank gives to collectives and messages, and gets from them."""
+
+    def on_input(self, operation: str, tensors: Sequence[Tensor], group: Group | Channel) -> str:
+        """Act on what this rank gives; return a label of the communication, the same on all its ranks."""
+
+    def on_output(self, label: str, x: Tensor) -> None:
+        """Act on what this rank gets, once it is complete."""
+
+
 class CommMeter(Stopwatch):
     """Seconds blocked by axes of the rank grid, and bytes sent by axes and operation.
 
@@ -51,6 +61,8 @@ class CommMeter(Stopwatch):
     def __init__(self, names: Iterable[str] = ()) -> None:
         """Start at zero."""
         super().__init__(names)
+        # Of all communication of a mesh; None for nothing.
+        self.observer: CommObserver | None = None
         self._sent: dict[tuple[str, str], float] = {}
 
     def sends(self, axes: str, operation: str, count: float) -> None:
@@ -115,6 +127,16 @@ class Group:
         """Count the bytes that a ring collective over ``count`` bytes sends from this rank."""
         self.meter.sends(PIPELINE if self.axes == BUBBLE else self.axes, operation, count * (self.size - 1) / self.size)
 
+    def given(self, operation: str, *tensors: Tensor) -> str:
+        """Pass what this rank gives to the observer; return its label, empty without one."""
+        return "" if self.meter.observer is None else self.meter.observer.on_input(operation, tensors, self)
+
+    def got(self, label: str, x: Tensor) -> Tensor:
+        """Pass what this rank has got to the observer; return it."""
+        if label and self.meter.observer is not None:
+            self.meter.observer.on_output(label, x)
+        return x
+
 
 @dataclass(frozen=True)
 class Channel:
@@ -141,6 +163,8 @@ class Pending:
     group: Group | Channel = field(default_factory=Group)
     # Other tensors that are being sent.
     sent: Sequence[Tensor] = ()
+    # Of the observer, see :meth:`Group.got`.
+    label: str = ""
 
     def wait(self) -> Tensor:
         """Wait for the communication, and return the result."""
@@ -149,6 +173,8 @@ class Pending:
                 for work in self.works:
                     work.wait()
             self.works = self.sent = ()
+            if self.label and self.group.meter.observer is not None:
+                self.group.meter.observer.on_output(self.label, self.result)
         return self.result
 
     def is_done(self) -> bool:
@@ -187,7 +213,8 @@ def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
     if group.size == 1:
         return Pending(x)
     group.sends(ALL_REDUCE, 2 * x.nbytes)
-    return Pending(x, [dist.all_reduce(x, _OPS[op], group.handle, async_op=True)], group)
+    label = group.given(ALL_REDUCE, x)
+    return Pending(x, [dist.all_reduce(x, _OPS[op], group.handle, async_op=True)], group, label=label)
 
 
 def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
@@ -199,7 +226,8 @@ def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pend
     elif not x.is_cuda and x.untyped_storage()._cdata == out.untyped_storage()._cdata:
         x = x.clone()  # NCCL supports gathering in place; gloo does not document it
     group.sends(ALL_GATHER, out.nbytes)
-    return Pending(out, [_all_gather(out, x.contiguous(), group=group.handle, async_op=True)], group)
+    label = group.given(ALL_GATHER, x)
+    return Pending(out, [_all_gather(out, x.contiguous(), group=group.handle, async_op=True)], group, label=label)
 
 
 def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
@@ -209,7 +237,8 @@ def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> 
     if out is None or not x.is_cuda:  # NCCL supports reducing in place; gloo does not document it
         out = _rows_like(x, x.shape[0] // group.size)
     group.sends(REDUCE_SCATTER, x.nbytes)
-    return Pending(out, [_reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True)], group)
+    label = group.given(REDUCE_SCATTER, x)
+    return Pending(out, [_reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True)], group, label=label)
 
 
 def start_broadcast(x: Tensor, group: Group, source: int) -> Pending:
@@ -217,7 +246,8 @@ def start_broadcast(x: Tensor, group: Group, source: int) -> Pending:
     if group.size == 1:
         return Pending(x)
     group.sends(BROADCAST, x.nbytes)
-    return Pending(x, [dist.broadcast(x, group.ranks[source], group.handle, async_op=True)], group)
+    label = group.given(BROADCAST, *[x][: group.rank == source])
+    return Pending(x, [dist.broadcast(x, group.ranks[source], group.handle, async_op=True)], group, label=label)
 
 
 def start_reduce(x: Tensor, group: Group, target: int) -> Pending:
@@ -225,7 +255,10 @@ def start_reduce(x: Tensor, group: Group, target: int) -> Pending:
     if group.size == 1:
         return Pending(x)
     group.sends(REDUCE, x.nbytes)
-    return Pending(x, [dist.reduce(x, group.ranks[target], _OPS["sum"], group.handle, async_op=True)], group)
+    label = group.given(REDUCE, x) if group.rank == target else group.given(REDUCE, x) and ""
+    return Pending(
+        x, [dist.reduce(x, group.ranks[target], _OPS["sum"], group.handle, async_op=True)], group, label=label
+    )
 
 
 def start_all_to_all(x: Tensor, group: Group) -> Pending:
@@ -234,7 +267,9 @@ def start_all_to_all(x: Tensor, group: Group) -> Pending:
         return Pending(x)
     out = torch.empty_like(x)
     group.sends(ALL_TO_ALL, x.nbytes)
-    return Pending(out, [dist.all_to_all_single(out, x.contiguous(), group=group.handle, async_op=True)], group)
+    label = group.given(ALL_TO_ALL, x)
+    work = dist.all_to_all_single(out, x.contiguous(), group=group.handle, async_op=True)
+    return Pending(out, [work], group, label=label)
 
 
 def start_all_to_all_rows(
@@ -249,22 +284,25 @@ def start_all_to_all_rows(
     out = _rows_like(x, sum(received))
     leaving = sum(sent) - sent[group.rank]
     group.meter.sends(group.axes, ALL_TO_ALL, leaving * x[:1].nbytes)
-    splits = list(received), list(sent)
+    label, splits = group.given(ALL_TO_ALL, x), (list(received), list(sent))
     work = dist.all_to_all_single(out, x.contiguous(), *splits, group=group.handle, async_op=True)
-    return Pending(out, [work], group)
+    return Pending(out, [work], group, label=label)
 
 
 def start_send(x: Tensor, channel: Channel) -> Pending:
     """Start sending ``x``, which must not change until the send is complete."""
     channel.meter.sends(PIPELINE, SEND, x.nbytes)
+    if channel.meter.observer is not None:
+        channel.meter.observer.on_input(SEND, [x], channel)
     work = dist.isend(x, channel.target, channel.handle)
     return Pending(x, () if work is None else (work,), channel)
 
 
 def start_receive(out: Tensor, channel: Channel) -> Pending:
     """Start receiving the next message into ``out``, of the shape and dtype that is sent."""
+    label = "" if channel.meter.observer is None else channel.meter.observer.on_input(SEND, (), channel)
     work = dist.irecv(out, channel.source, channel.handle)
-    return Pending(out, () if work is None else (work,), channel)
+    return Pending(out, () if work is None else (work,), channel, label=label)
 
 
 def start_exchange(
@@ -283,16 +321,19 @@ def start_exchange(
     messages = [(dist.isend, x, peer) for x, peer in sent] + [(dist.irecv, x, peer) for x, peer in received]
     operations = [dist.P2POp(operation, x, group.ranks[peer], group.handle) for operation, x, peer in messages]
     group.meter.sends(group.axes, SEND, sum(x.nbytes for x, _ in sent))
+    label = group.given(SEND, *[x for x, _ in sent])
     works = dist.batch_isend_irecv(operations) if operations else []
-    return Pending(result, works, group, [x for x, _ in sent])
+    return Pending(result, works, group, [x for x, _ in sent], label)
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Reduce ``x`` in place over the group (``sum`` or ``max``); results are bitwise equal on all ranks."""
     if group.size > 1:
         group.sends(ALL_REDUCE, 2 * x.nbytes)
+        label = group.given(ALL_REDUCE, x)
         with group.blocked(x):
             dist.all_reduce(x, _OPS[op], group.handle)
+        group.got(label, x)
     return x
 
 
@@ -302,9 +343,10 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
         return x
     out = _rows_like(x, x.shape[0] * group.size)
     group.sends(ALL_GATHER, out.nbytes)
+    label = group.given(ALL_GATHER, x)
     with group.blocked(x):
         _all_gather(out, x.contiguous(), group=group.handle)
-    return out
+    return group.got(label, out)
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
@@ -313,9 +355,10 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
         return x
     out = _rows_like(x, x.shape[0] // group.size)
     group.sends(REDUCE_SCATTER, x.nbytes)
+    label = group.given(REDUCE_SCATTER, x)
     with group.blocked(x):
         _reduce_scatter(out, x.contiguous(), group=group.handle)
-    return out
+    return group.got(label, out)
 
 
 def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, Tensor]:
@@ -328,8 +371,9 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
     """
     handle = _handle(group)
     group.sends(ALL_GATHER, x.nbytes * group.size)
+    label = group.given(ALL_GATHER, x)
     rows, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [matrix], 0, handle.group_name)
-    return rows, y
+    return group.got(label, rows), y
 
 
 def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
@@ -340,10 +384,10 @@ def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
         matrix: ``[in, out]`` of this rank.
         group: the ranks.
     """
-    handle = _handle(group)
+    handle, label = _handle(group), group.given(REDUCE_SCATTER, x)
     y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), matrix, "sum", 0, handle.group_name)
     group.sends(REDUCE_SCATTER, y.nbytes * group.size)
-    return y
+    return group.got(label, y)
 
 
 def symmetric_memory_missing(group: Group, device: torch.device) -> str | None:

@@ -47,7 +47,7 @@ from megatron.training.replicas.transfer import (
     shared_options,
 )
 from megatron.training.resume_source import ResumeSource
-from megatron.training.step import compute_gradients
+from megatron.training.step import compute_gradients, weigh_batch
 from megatron.training.trainer import Trainer
 
 DIGEST_PARTS = 4
@@ -241,7 +241,8 @@ class ElasticReplica(Component):
         place = [member.index for member in members].index(self._connected().index)
         if share := missing[place :: len(members)]:
             batches = trainer.complete(trainer.reader.read_more(share))
-            losses, tokens = compute_gradients(trainer, batches, trainer.scaler.scale.clone())
+            tokens, loss_grad = weigh_batch(trainer, batches, trainer.scaler.scale.clone())
+            losses = compute_gradients(trainer, batches, loss_grad, tokens)
             mine.add(self._contribution(losses, tokens, share))
             trainer.reader.digest_read = self._read_before
 

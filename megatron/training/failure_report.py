@@ -63,6 +63,10 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient is NaN or infinite, and ``--on-nonfinite`` is ``stop``."""
 
 
+class CorruptionError(RuntimeError):
+    """A step computed again gives other bits (``--replay-check``). Its device is recorded as failed already."""
+
+
 class StartRefusedError(Exception):
     """The flags or files do not allow a start; raised from a ``UserError`` or ``DataError``, with its text."""
 
@@ -73,6 +77,7 @@ EXPECTED_ERRORS = (
     DataError,
     CheckpointError,
     NonFiniteError,
+    CorruptionError,
     MissingRanksError,
     ReplicaError,
 )
@@ -215,7 +220,7 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
     Before torch.distributed is initialised, rank 0 reports flag errors, which all ranks see. A missing device is
     reported by one rank of the machine under torchrun; under srun only the ranks without one fail, and all report.
     """
-    if run_dir is None or isinstance(error, SupersededError) or not os.path.isdir(run_dir):
+    if run_dir is None or isinstance(error, SupersededError | CorruptionError) or not os.path.isdir(run_dir):
         return
     launch, kind = Launch.read(environ), failure_kind(error)
     reports_device = kind == DEVICE and (launch.local_rank == 0 or launch.launcher == "srun")

@@ -35,6 +35,7 @@ from megatron.training.diloco.outer_optimizer import PARAM
 from megatron.training.elastic import ElasticReplica
 from megatron.training.frozen_models import FrozenModelInputs
 from megatron.training.loggers.run_logger import RunLogger
+from megatron.training.replay_check.component import ReplayCheck
 from megatron.training.stop import StopRequest
 from megatron.training.trainer import Trainer
 
@@ -51,6 +52,7 @@ class Feature(Protocol):
 
 FEATURES: Sequence[Feature] = (
     ElasticReplica,  # first, because the others see the gradients of all replicas
+    ReplayCheck,
     CompressionState,
     ExpertLoadBalance,
     ExchangeOverflow,

@@ -19,7 +19,8 @@ from megatron.arguments.hardware import known_cluster
 from megatron.arguments.phases import describe_plan
 from megatron.arguments.summary import summary
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.location import Location
+from megatron.checkpoint.location import Location, parse_location
+from megatron.checkpoint.suspects import rename_suspects
 from megatron.config.errors import UserError
 from megatron.config.launch import end_refused_start
 from megatron.config.phases import Phase
@@ -160,6 +161,8 @@ def take_phases(
     A phase ends with a checkpoint. The next one begins from it like a start of its own, in the same processes.
     """
     world, configs, goodput = stop.world, [phase.config for phase in plan], Goodput(startup.began)
+    with refuse_start_on_error():
+        notes = [*notes, *set_suspects_aside(configs[0], world)]
     if len(plan) > 1:
         notes = [*notes, *describe_plan(plan, world.size)]
     taken = None  # the last phase that this start has completed
@@ -202,6 +205,18 @@ def take_phases(
             goodput.productive_seconds = 0.0  # until a checkpoint is loaded: what follows it was undone
         else:
             taken = place
+
+
+def set_suspects_aside(config: RunConfig, world: Group) -> Sequence[str]:
+    """Set checkpoints aside that are suspect since a corruption was found; return notes. Collective.
+
+    Raises:
+        UserError: if the run is not to resume then (``--on-corruption stop``).
+    """
+    save = config.checkpoint.save
+    if save is None or not isinstance(folder := parse_location(save), Path):
+        return ()
+    return run_on_rank0(lambda: [*rename_suspects(folder, config.reliability.on_corruption)], world)
 
 
 def read_phase_together(path: Location, world: Group) -> PhaseFacts | None:
