@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron.training.callbacks.health import explain_nonfinite
 from megatron.training.component import Component
 from megatron.training.components.step_incidents import act_on_step
 from megatron.training.failure_report import NonFiniteError
+from megatron.training.step_record import gather_step_record
 from megatron.training.stop import HostCopy
 from megatron.training.trainer import Trainer
 
@@ -64,6 +66,13 @@ class NonFiniteCheck(StepCheck):
         self._policy = parse_nonfinite_policy(trainer.config.training.on_nonfinite)
         # 0-d, nonzero after a step that is not finite.
         self.halted = torch.zeros((), device=trainer.device)
+        self._loss: Tensor | None = None  # of the last step
+        self._outcome: UpdateResult | None = None
+
+    def before_update(self, loss: Tensor | None, grad_norm: Tensor) -> Tensor | None:
+        """See :class:`UpdateHook`."""
+        self._loss = loss
+        return None
 
     def on_loss_grad(self, loss_grad: Tensor) -> Tensor:
         """See :class:`Component`; gradients that are not finite let every rank skip the update."""
@@ -71,7 +80,7 @@ class NonFiniteCheck(StepCheck):
 
     def after_step(self, outcome: UpdateResult) -> None:
         """See :class:`Component`."""
-        minimum = self._trainer.scaler.minimum
+        self._outcome, minimum = outcome, self._trainer.scaler.minimum
         self.halted.copy_(outcome.nonfinite if minimum is None else outcome.nonfinite * (outcome.loss_scale <= minimum))
 
     def left(self) -> Tensor:
@@ -87,7 +96,9 @@ class NonFiniteCheck(StepCheck):
         """
         if values:
             sentence = f"the loss or gradient of step {batches[0].step + 1} is not finite"
-            explain = lambda: explain_nonfinite(self._trainer, batches)  # noqa: E731
-            sentence = act_on_step(self, self._trainer, "nonfinite", batches, self._policy, sentence, explain=explain)
+            results = (None, None) if self._late or self._outcome is None else (self._loss, self._outcome)
+            record = partial(gather_step_record, self._trainer, batches, *results, intact=not self._late)
+            explain = partial(explain_nonfinite, self._trainer, batches)
+            sentence = act_on_step(self, self._trainer, "nonfinite", batches, self._policy, sentence, record, explain)
             if self._policy.act == "stop":
                 raise NonFiniteError(sentence)

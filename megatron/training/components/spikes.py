@@ -10,9 +10,11 @@ from torch import Tensor
 
 from megatron.config.reliability import parse_spike_policy
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.training.component import Component
 from megatron.training.components.nonfinite import StepCheck
 from megatron.training.components.step_incidents import act_on_step
+from megatron.training.step_record import gather_step_record
 from megatron.training.trainer import Trainer
 
 
@@ -124,15 +126,21 @@ class SpikeCheck(StepCheck):
         is_spike, loss, norm, *window = values
         if is_spike:
             (mean_loss, mean_norm), (loss_deviation, norm_deviation) = window[:2], window[2:]
-            facts = {
-                "loss": loss,
-                "grad-norm": norm,
-                "mean": {"loss": mean_loss, "grad-norm": mean_norm},
-                "deviation": {"loss": loss_deviation, "grad-norm": norm_deviation},
+            skips = self._policy.act != "log"
+            found, scale = torch.tensor([loss, norm, skips, 0.0, 1.0], dtype=torch.float64), self._trainer.scaler.scale
+            outcome = UpdateResult(found[1], found[2], found[3], found[4], scale)
+            window_facts = {
+                "mean": {"loss": mean_loss, "grad_norm": mean_norm},
+                "deviation": {"loss": loss_deviation, "grad_norm": norm_deviation},
             }
+
+            def record() -> dict[str, Any]:
+                intact = skips and not self._late
+                return gather_step_record(self._trainer, batches, found[0], outcome, intact) | {"window": window_facts}
+
             sentence = (
                 f"step {batches[0].step + 1} is a spike: loss {loss:.4g} (mean {mean_loss:.4g}, deviation "
                 f"{loss_deviation:.2g}), gradient norm {norm:.4g} (mean {mean_norm:.4g}, "
                 f"deviation {norm_deviation:.2g})"
             )
-            act_on_step(self, self._trainer, "spike", batches, self._policy, sentence, facts)
+            act_on_step(self, self._trainer, "spike", batches, self._policy, sentence, record)

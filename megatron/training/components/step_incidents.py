@@ -46,7 +46,7 @@ def act_on_step(
     batches: Sequence[MicroBatch],
     policy: Policy,
     sentence: str,
-    facts: Mapping[str, Any] | None = None,
+    record: Callable[[], Mapping[str, Any]],
     explain: Callable[[], str] | None = None,
 ) -> str:
     """Report a step, and go back if the policy asks for it; return what was found. Collective.
@@ -58,7 +58,7 @@ def act_on_step(
         batches: of the step, on this rank.
         policy: of the run for such steps.
         sentence: what was found.
-        facts: for the record, JSON.
+        record: returns what the folder of the incident holds, JSON, collective; called if there is one.
         explain: returns a sentence that names the cause, collective, and takes the time of a step; called if the run
             cannot go on, or the incident gets a folder.
 
@@ -68,6 +68,7 @@ def act_on_step(
     step, run_dir = batches[0].step + 1, trainer.config.logging.run_dir
     most = trainer.config.reliability.max_incidents
     has_room = run_dir is not None and run_on_rank0(lambda: _recorded(run_dir) < most, trainer.mesh.world)
+    found = record() if has_room else {}
     if explain is not None and (has_room or policy.act not in ("log", "skip")):
         sentence = explain()
     reader = trainer.reader
@@ -75,11 +76,11 @@ def act_on_step(
     text = f"{sentence}; {FOLLOWS[policy.act]}"
     if component.log.enabled:
         words = f"{policy.act}:{policy.steps}" if policy.steps else policy.act
-        found = {"policy": words, "places": own, **(facts or {})}
+        facts = {"policy": words, "places": own, **found}
         folder = None
         if has_room and run_dir is not None:
             try:
-                folder = record_incident(run_dir, Incident(kind, step, sentence, found))
+                folder = record_incident(run_dir, Incident(kind, step, sentence, facts))
             except OSError as error:
                 component.log.warning(f"the incident of step {step} is not recorded: {error}")
         component.log.incident(kind, text, folder)
