@@ -58,6 +58,8 @@ class ReliabilityConfig:
     max_incidents: int = option(20, role="start", at_least=0, needs=Need("run_dir"))
     """Folders of incidents in run_dir that spikes and steps that are not finite may fill; further ones are only
     logged."""
+    rank_logs: bool = option(True, role="start", needs="run_dir")
+    """Write warnings, errors and crashes of each rank into RUN_DIR/ranks."""
 
     def check_rewind(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that a run that goes back has checkpoints, and is alone."""

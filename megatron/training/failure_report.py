@@ -51,8 +51,9 @@ from megatron.distributed.launch import (
     write_error_file,
 )
 from megatron.pipeline.runtime import Pipeline
-from megatron.training.diloco.replicas import ReplicaError
+from megatron.training.replicas.members import ReplicaError
 from megatron.training.loggers.run_folder import JsonLinesLogger
+from megatron.training.rank_log import write_text
 
 MAX_CAUSE_CHARS = 60
 """Characters quoted from a library's error message."""
@@ -95,6 +96,7 @@ def report_failure(
     launchers send to all ranks as soon as one has exited. Use in the main thread.
     """
     if not register_failure():
+        write_text(f"this rank failed after another one:\n{''.join(traceback.format_exception(error))}")
         return False
     launch = Launch.read(os.environ)
     rank = rank_label(launch, os.environ)

@@ -7,6 +7,7 @@ line, an evaluation, a save or the end.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -99,14 +100,14 @@ def take_steps(
     if stop_code or trainer.iteration >= trainer.total_steps:
         return exit_status(stop_code)
     training = trainer.config.training
-    logging, checkpoint = trainer.config.logging, trainer.config.checkpoint
+    checkpoint = trainer.config.checkpoint
     window = MetricsWindow(
         trainer.device,
         training.seq_length,
         world=trainer.mesh.world,
         timers=trainer.timers,
         goodput=goodput,
-        timing_option=logging.timing_log_option,
+        timing_option=trainer.config.logging.timing_log_option,
         origin=trainer.progress.origin,
     )
     leave = False
@@ -123,7 +124,7 @@ def take_steps(
         failed_read = partial(read, alone=True) if window.computed else None  # if the run fails early
         log.stepped(iteration, consumed_samples, failed_read)
         last = iteration == trainer.total_steps
-        exits, logs = is_due(training.exit_interval, iteration), is_due(logging.log_interval, iteration)
+        exits, logs = is_due(training.exit_interval, iteration), is_due(log.interval, iteration)
         saves = checkpoint.save is not None and is_due(checkpoint.save_interval, iteration)
         splits = evaluations_due(trainer)
         # what follows waits for the device anyway, and uses the step's results
@@ -244,7 +245,7 @@ def evaluations_due(trainer: Trainer) -> list[str]:
 
 def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger, callbacks: CallbackList) -> None:
     """Evaluate a split and log the loss. Call before saving, so that a run killed in between repeats both."""
-    metrics: dict[str, Tensor] = {}
+    began, metrics = time.perf_counter(), dict[str, Tensor]()
     loss = evaluate(trainer, split, metrics).item()
     others: dict[str, float] = {}
     for component in trainer.components:
@@ -254,7 +255,8 @@ def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger, callbacks: Ca
     trainer.progress.evaluated[split] = trainer.iteration
     trainer.progress.losses[split] = loss
     further = {name: value.item() for name, value in metrics.items()}
-    evaluated = evaluation_metrics(split, loss, others, further, trainer.objective.is_cross_entropy)
+    seconds = time.perf_counter() - began
+    evaluated = evaluation_metrics(split, loss, others, further, trainer.objective.is_cross_entropy, seconds)
     log.log(evaluated)
     callbacks.call(Component.on_evaluate, evaluated)
 

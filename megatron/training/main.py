@@ -56,6 +56,7 @@ from megatron.training.machine import set_variables
 from megatron.training.metrics import Goodput
 from megatron.training.out_of_memory import explain_out_of_memory
 from megatron.training.phases import PhaseChoice, PhaseFacts, choose_phase, plan_notes, read_phase
+from megatron.training.rank_log import give_nccl_a_file, rank_log
 from megatron.training.resume_source import ResumeSource, read_only_options
 from megatron.training.rewinds import Rewinds, go_back, notes_on
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
@@ -119,10 +120,14 @@ def join_and_train(plan: Sequence[Phase], startup: StartupTimer, signals: ExitSt
             notes.append(environment)
         notes += make_deterministic(config.compute.deterministic, device)
         enable_flight_recorder(config.logging.run_dir)
+        if config.reliability.rank_logs:
+            give_nccl_a_file(config.logging.run_dir, os.environ)
         rank, world_size = join_distributed(config)
     world = world_group(rank, world_size)
     with refuse_start_on_error():
         check_same_plan(config, world)
+    if config.reliability.rank_logs:
+        signals.enter_context(rank_log(config.logging.run_dir, rank, world_size, os.environ))
     startup.enter("checkpoint")
     stop = StopRequest(
         world, device, training.exit_duration_in_mins, startup.began, training.stop_file, config.logging.run_dir
@@ -278,7 +283,7 @@ def build_and_train(
             before = len(trainer.components) - len(plugins)  # those of plugins are called last
             trainer.components[before:before] = [
                 StartupReport(trainer, startup),
-                *build_callbacks(trainer, log, stop, others),
+                *build_callbacks(trainer, log, stop, checkpointer, others),
             ]
         began = trainer.iteration
         try:

@@ -335,6 +335,7 @@ def evaluation_metrics(
     others: Mapping[str, float] = MappingProxyType({}),
     further: Mapping[str, float] = MappingProxyType({}),
     is_cross_entropy: bool = True,
+    seconds: float | None = None,
 ) -> dict[str, Any]:
     """Return the metrics of one evaluation.
 
@@ -344,6 +345,7 @@ def evaluation_metrics(
         others: loss with other weights, such as their moving average, by metric suffix.
         further: metrics of the objective.
         is_cross_entropy: False without the perplexity, which only a cross-entropy has.
+        seconds: that it took.
     """
     kind, validation_set = SPLIT_LABELS[split_kind(split)], validation_set_name(split)
     name = f"lm loss {kind}"
@@ -355,6 +357,7 @@ def evaluation_metrics(
         except OverflowError:
             metrics[f"{name} ppl"] = math.inf
     metrics |= {f"{name} {suffix}": of_others for suffix, of_others in others.items()}
+    metrics |= {} if seconds is None else {f"{kind}-time": seconds}
     return metrics | {f"{of} {kind}": value for of, value in further.items()}
 
 

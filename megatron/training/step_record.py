@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -68,10 +69,10 @@ def summarize_tensors(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[s
     places = {name: place for place, name in enumerate(trainer.specs)}  # all ranks with a layer have it in this order
     found: dict[str, TensorSummary] = {}
     order: dict[str, int] = {}
-    rows: list[Any] = [[name, places[name], *summary] for name, summary in mine.items()]
+    rows: list[Any] = [[name, places[name], part.digest, as_json(part.squares)] for name, part in mine.items()]
     for of_rank in comm.gather_objects(rows, trainer.mesh.world):
         for name, place, digest, squares in of_rank:
-            found[name] = found.get(name, TensorSummary(0, 0.0)) + TensorSummary(digest, squares)
+            found[name] = found.get(name, TensorSummary(0, 0.0)) + TensorSummary(digest, float(squares))
             order[name] = place
     return {name: found[name] for name in sorted(found, key=lambda name: (_place_in_model(name), order[name]))}
 
@@ -190,7 +191,7 @@ def record_samples(trainer: Trainer, batches: Sequence[MicroBatch]) -> list[dict
 
 
 def record_run(trainer: Trainer, step: int) -> dict[str, Any]:
-    """Return what is needed to take the step again: checkpoint, layout, versions and configuration."""
+    """Return what is needed to take the step again: checkpoint, layout, what decides bits, and configuration."""
     options, checkpoint = trainer.config.checkpoint, None
     for folder in (options.save, options.load):
         with suppress(Exception):  # a store that does not answer; the tool searches again
@@ -203,6 +204,9 @@ def record_run(trainer: Trainer, step: int) -> dict[str, Any]:
         "world_size": trainer.mesh.world.size,
         "device": trainer.device.type,
         "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "folder": str(Path.cwd()),
         "config": redact_json(to_dict(trainer.config)),
     }
 

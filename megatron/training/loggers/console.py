@@ -30,6 +30,7 @@ from megatron.training.loggers.feature_metrics import (
     FEATURE_COLUMNS,
     HEALTH_MAXIMA,
     LOSS_METRICS,
+    POWER_METRICS,
     UPDATE_METRICS,
     VALIDATION_METRICS,
 )
@@ -164,6 +165,7 @@ METRICS = {
         "bytes", "peak so far on the fullest rank: allocated on its GPU, or resident on a CPU"
     ),
     "mem-max-rank": Metric("rank", "the fullest rank"),
+    **POWER_METRICS,
     "goodput": Metric("0 to 1", "share of `run-seconds` spent in steps that were not lost"),
     "run-seconds": Metric("seconds", "since the run's first start"),
     "starts": Metric("", "of the run so far"),
@@ -184,6 +186,7 @@ EVALUATION_METRICS = {
     "lm loss validation": Metric("nats per token", "mean over `--eval-iters` batches"),
     "lm loss validation ppl": Metric("", "exp of the loss, if it is a cross-entropy"),
     **VALIDATION_METRICS,
+    "validation-time": Metric("seconds", "that it took"),
     "validation-set": Metric("name", "which one, if there are several"),
 }
 """Every metric of an evaluation; evaluations of test data have ``test`` in place of ``validation``."""
@@ -239,6 +242,8 @@ class ConsoleLogger:
             print_line(fields["text"])
         elif kind in ("warning", "incident"):
             print_warning(fields["text"])
+        elif kind == "control":
+            (print_line if fields["done"] else print_warning)(fields["text"])
         elif kind == "start-up":
             print_line(startup_line(fields["phases"], fields["slowest"]))
             self._explains = True

@@ -96,6 +96,7 @@ class RunLogger:
             UserError: when the folder cannot be created or written.
         """
         self.enabled = enabled
+        self.interval = config.logging.log_interval  # steps between log lines; may change between steps, on all ranks
         self.folder = Path(config.logging.run_dir) if enabled and config.logging.run_dir else None
         self._check_superseded = check
         self._superseded: SupersededError | None = None
@@ -249,6 +250,10 @@ class RunLogger:
         if self._read_pending is not None:
             self.train(self._read_pending())
         self._event("rewind", {"text": text})
+
+    def control(self, text: str, done: bool, **fields: str) -> None:
+        """Report a request to the running job: by whom, what was asked for, and what followed."""
+        self._event("control", {"text": text, "done": done, **fields})
 
     def stopped(self, why: str) -> None:
         """Report why the run ends before its last step."""
