@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,8 +31,10 @@ from tests.kit.runs import (
     spoiled_sample,
     start,
     steps,
+    tiny_phases,
     tiny_run,
 )
+from tests.unit.training.test_skipping import corpora
 
 FLAGS = "--params-dtype fp64 --train-iters 10 --save-interval 2"
 NONFINITE = "--on-nonfinite rewind:3"
@@ -48,9 +51,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return start(tiny_run(tmp_path_factory.mktemp("plain"), FLAGS))
 
 
-def in_step(outcome: Outcome, step: int, number: int = 1) -> tuple[int, ...]:
-    """The tokens of a sample of a step."""
-    return outcome.samples[step][number][1]
+def in_step(outcome: Outcome, step: int) -> tuple[int, ...]:
+    """The tokens of a sample of a step, not the first, that no other sample has."""
+    every = [tokens for samples in outcome.samples.values() for _, tokens in samples]
+    return next(tokens for _, tokens in outcome.samples[step][1:] if every.count(tokens) == 1)
 
 
 def by_hand(folder: Path, found: Path, step: int, skips: str, flags: str) -> Outcome:
@@ -97,17 +101,17 @@ def late_checks() -> Iterator[None]:
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 def test_a_spike_is_undone(tmp_path: Path, plain: Outcome, late: bool) -> None:
     """Step 8, of which the host learns in step 9 if flags are read late; the log lines of both come later."""
-    folder = tmp_path / "run"
+    folder, flags = tmp_path / "run", f"{SPIKES} --log-interval 10 --save-interval 5"
     with spoiled_sample(in_step(plain, 8), 1e3), late_checks() if late else ExitStack():
-        outcome = start(tiny_run(folder, run_flags(folder, f"{SPIKES} --log-interval 10 --save-interval 5")))
+        outcome = start(tiny_run(folder, run_flags(folder, flags)))
     assert outcome.status == 0
     assert "goes back from step 8 to step 5, and leaves out the samples 20:32" in outcome.out
-    hand = by_hand(tmp_path / "hand", folder, 5, "20:32", f"{FLAGS} {SPIKES}")
+    hand = by_hand(tmp_path / "hand", folder, 5, "20:32", f"{FLAGS} {flags}")
     assert hand.status == 0
     assert differences(folder / "saved/iter_0000010", tmp_path / "hand/saved/iter_0000010") == ["rewinds"]
     (incident,) = [incident for _, incident in read_incidents(folder)]
     assert (incident.kind, incident.step, incident.facts["policy"]) == ("spike", 8, "rewind:3")
-    assert incident.facts["loss"] > incident.facts["window"]["mean"]["loss"]
+    assert incident.facts["grad_norm"] > 100 * incident.facts["window"]["mean"]["grad_norm"]
 
 
 @pytest.mark.parametrize("policy", ["log", "skip"])
@@ -228,3 +232,80 @@ def test_what_happens_without_an_old_checkpoint(tmp_path: Path, plain: Outcome) 
             assert steps(folder) == steps(tmp_path / "hand")
             assert hand.samples == outcome.samples
             assert column(folder, "rewinds", "rewinds") == [1] * 10
+
+
+# ---- With other features
+
+WITH: dict[str, str] = {
+    "batch ramp": "--rampup-batch-size 2 2 6 --global-batch-size 4",
+    "asynchronous saves": "--async-save",
+    "average of the weights": "--ema-decay 0.9",
+    "samples and steps that are skipped": "--skip-samples 4:6 21:22 --iterations-to-skip 6",
+    "evaluations": "--eval-interval 2 --eval-iters 1",
+    "mixed precision": "--params-dtype bf16",
+    "fp16": "--set params_dtype=fp16 --initial-loss-scale 1 --min-loss-scale 1",
+    "the health of layers": "--log-health-interval 2 --check-weight-hash-across-dp-replicas-interval 3",
+}
+
+
+def check_against_a_run_by_hand(folder: Path, flags: str, step: int = 7) -> None:
+    """Compare with a run that starts from the checkpoint without the samples."""
+    plain = start(tiny_run(folder / "plain", f"{FLAGS} {flags}"))
+    assert plain.status == 0, plain.err
+    with spoiled_sample(in_step(plain, step)):
+        outcome = start(tiny_run(folder / "run", run_flags(folder / "run", f"{flags} {NONFINITE}")))
+    assert outcome.status == 0, outcome.err
+    (rewind,) = recorded(folder / "run")
+    skips = f"{rewind['begin']}:{rewind['end']} {' '.join(re.findall(r'--skip-samples ([0-9: ]+)', flags))}"
+    (there,) = re.findall(r"goes back from step \d+ to step (\d+)", outcome.out)
+    others = re.sub("--skip-samples [0-9: ]+", "", flags)
+    hand = by_hand(folder / "hand", folder / "run", int(there), skips, f"{FLAGS} {others}")
+    assert hand.status == 0, hand.err
+    last = saved_steps(folder / "run/saved")[-1]
+    assert differences(*(folder / f"{name}/saved/iter_{last:07d}" for name in ("run", "hand"))) == ["rewinds"]
+    assert {step: numbers for step, numbers in steps(folder / "run").items() if step > int(there)} == {
+        step: numbers for step, numbers in steps(folder / "hand").items() if step > int(there)
+    }
+    assert hand.samples == {step: samples for step, samples in outcome.samples.items() if step > int(there)}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "batch ramp" else pytest.mark.slow) for name in WITH]
+)
+def test_with_other_features(tmp_path: Path, name: str) -> None:
+    check_against_a_run_by_hand(tmp_path, WITH[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["blend", "best-fit", "object store", "nodes"])
+def test_with_other_data_and_places(tmp_path: Path, kind: str) -> None:
+    wiki, code = corpora(tmp_path)
+    blend = f"--set data.mock_data=false --data-path 0.7 {wiki} 0.3 {code} --split 1"
+    if kind in ("blend", "best-fit"):
+        packing = " --packing best-fit --eod-id 0 --eod-mask-loss --reset-attention-mask --reset-position-ids"
+        check_against_a_run_by_hand(tmp_path, blend + packing * (kind == "best-fit"))
+    elif kind == "nodes":
+        check_against_a_run_by_hand(tmp_path, f"--local-save {tmp_path}/node{{node}} --local-save-interval 1")
+
+
+@pytest.mark.parametrize("step", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_phases(tmp_path: Path, plain: Outcome, step: int) -> None:
+    """Back to the beginning of the second phase, whose checkpoint is of the first, and across nothing."""
+    phases: list[dict[str, Any]] = [
+        {"name": "main", "tokens": 64},
+        {"name": "end", "tokens": 256, "lr": 1e-3},
+    ]
+    flags = "--params-dtype fp64 --save-interval 2"
+    whole = start(tiny_phases(tmp_path / "plain", phases, flags))
+    assert (whole.status, sorted(whole.samples)) == (0, [*range(1, 11)])
+    with spoiled_sample(in_step(whole, step)):
+        outcome = start(tiny_phases(tmp_path / "run", phases, f"{flags} --on-nonfinite rewind:2"))
+    assert outcome.status == 0, outcome.err
+    (rewind,) = recorded(tmp_path / "run")
+    assert (rewind["phase"], rewind["step"]) == ("end", step)
+    skips = f"--skip-samples end/{rewind['begin']}:{rewind['end']}"
+    twin = start(tiny_phases(tmp_path / "twin", phases, f"{flags} {skips}"))
+    assert twin.status == 0, twin.err
+    assert twin.samples == outcome.samples
+    assert steps(tmp_path / "run") == steps(tmp_path / "twin")
+    assert differences(*(tmp_path / f"{name}/saved/iter_0000010" for name in ("run", "twin"))) == ["rewinds"]
