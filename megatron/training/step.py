@@ -59,7 +59,7 @@ def train_step(
 
 
 def weigh_batch(trainer: Trainer, batches: Sequence[MicroBatch], scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight of the global batch, and the gradient of the summed losses for a loss scale, 0-d; collective."""
+    """Return the weight of the global batch, and the gradient of the summed losses, 0-d; collective."""
     tokens = count_tokens(trainer, batches)
     loss_grad = scale / tokens.clamp(min=1.0)
     for component in trainer.acting(Component.on_loss_grad):
