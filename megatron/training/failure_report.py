@@ -52,6 +52,7 @@ from megatron.distributed.launch import (
 )
 from megatron.pipeline.runtime import Pipeline
 from megatron.training.diloco.replicas import ReplicaError
+from megatron.training.loggers.alerts import FAILURE, send_alert
 from megatron.training.loggers.run_folder import JsonLinesLogger
 from megatron.training.rank_log import write_text
 
@@ -112,6 +113,7 @@ def report_failure(
         record_failure(run_dir, error, os.environ)
         if details is not None and (more := details(error)):
             echo(redact(more), file=sys.stderr, flush=True)
+        send_alert(FAILURE, f"{rank}: {describe_error(error)}")
     finally:
         signal.signal(signal.SIGTERM, previous)
     return True
@@ -255,6 +257,9 @@ PEER_POLL_SECONDS = 0.25
 PEER_GRACE_SECONDS = 2.0
 """Seconds that a rank gets to report the lost peer itself before it is ended."""
 
+WATCHDOG_ALERT_SECONDS = 5.0
+"""Seconds that it waits for its alert."""
+
 EXIT_SIGTERM = 128 + signal.SIGTERM
 PROC = Path("/proc")
 PROC_SELF = PROC / "self"
@@ -314,6 +319,7 @@ class PeerWatchdog:
                     exit_at = time.monotonic() + PEER_GRACE_SECONDS
         if register_failure():
             echo(f"error on rank {self._world.rank}: {LOST_CONTACT}", file=sys.stderr, flush=True)
+            send_alert(FAILURE, f"rank {self._world.rank}: {LOST_CONTACT}", WATCHDOG_ALERT_SECONDS)
         os._exit(EXIT_SIGTERM)
 
     def is_peer_gone(self) -> bool:
