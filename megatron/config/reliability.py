@@ -2,88 +2,93 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from urllib.parse import urlsplit
+from functools import partial
+from typing import NamedTuple
 
+from megatron.config.alerts import command_problems, webhook_problems
 from megatron.config.errors import Problem
-from megatron.config.files import read_small
 from megatron.config.option import Need, Run, option
-from megatron.config.privacy import redact
 
 ALERTS = Need("alert_command or alert_webhook", "--alert-command or --alert-webhook")
 
-WEBHOOK_BYTES = 4096
-"""Limit for the URL of a webhook."""
+REWIND = "rewind"
 
-SECRET_PATH = re.compile(r"[/=](?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{16,}|/services/T|/api/webhooks/")
-"""A part of a URL that looks like a key, and what comes before the keys of Slack and Discord."""
+MOST_REWIND_STEPS = 10**6
+"""Limit of N in ``rewind:N``."""
+
+TRAINING_STEPS = Need("not skip_train", "training steps (--skip-train takes none)")
+
+
+class Policy(NamedTuple):
+    """What follows a step that is a spike, or not finite."""
+
+    # ``log``, ``skip``, ``stop`` or ``rewind``.
+    act: str
+    # Steps to go back at least, whose samples are left out then; 0 without ``rewind``.
+    steps: int = 0
+
+
+def parse_policy(words: tuple[str, ...], text: str) -> Policy:
+    """Parse one of ``words`` or ``rewind:N``.
+
+    Raises:
+        ValueError: for another text.
+    """
+    match = re.fullmatch(rf"{REWIND}:([1-9]\d{{0,6}})", text)
+    if match is not None and int(match[1]) <= MOST_REWIND_STEPS:
+        return Policy(REWIND, int(match[1]))
+    if text not in words:
+        raise ValueError(f"{text!r} is not {', '.join(words)} or {REWIND}:N, such as {REWIND}:100")
+    return Policy(text)
+
+
+parse_spike_policy = partial(parse_policy, ("log", "skip"))
+parse_nonfinite_policy = partial(parse_policy, ("skip", "stop"))
 
 
 @dataclass(frozen=True)
 class ReliabilityConfig:
     """Faults of hardware, data and numbers: how they are found, recorded and survived."""
 
-    rank_logs: bool = option(True, role="start", needs="run_dir")
-    """Write warnings, errors and crashes of each rank into RUN_DIR/ranks."""
     alert_command: str | None = option(None, role="start")
     """Program, with arguments, that is run when the run ends, stops or fails, and at incidents."""
     alert_webhook: str | None = option(None, role="start")
     """URL that receives the same alerts as JSON: env:VARIABLE or file:PATH that holds it, or a URL without a key."""
     alert_interval_mins: float = option(10.0, role="start", at_least=0, needs=ALERTS)
     """Minutes between two alerts of one kind."""
+    on_spike: str = option("skip", role="free", check=parse_spike_policy, needs=Need("skip_spikes"))
+    """Action at a spike: log it, skip the update, or rewind:N: go back to the newest checkpoint from at least N steps
+    before it, and leave out the samples of the last N steps."""
+    max_rewinds: int = option(10, role="start", at_least=1, needs=TRAINING_STEPS)
+    """Times that a run goes back with rewind:N; the next time it stops."""
+    max_incidents: int = option(20, role="start", at_least=0, needs=Need("run_dir"))
+    """Folders of incidents in run_dir that spikes and steps that are not finite may fill; further ones are only
+    logged."""
+    rank_logs: bool = option(True, role="start", needs="run_dir")
+    """Write warnings, errors and crashes of each rank into RUN_DIR/ranks."""
 
     def check_alerts(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that the program and the URL of alerts can be found, before they are needed."""
         if self.alert_command is not None:
-            try:
-                words = shlex.split(self.alert_command)
-            except ValueError as error:
-                words, reason = [], f"cannot be split into words: {error}"
-            else:
-                reason = f"there is no program {words[0]!r}" if words else "it is empty"
-            if not words or shutil.which(words[0]) is None:
-                fixes = ("--alert-command 'PROGRAM ARGUMENT'", "drop --alert-command")
-                yield Problem("E710", f"--alert-command: {reason}", fixes)
+            yield from command_problems(self.alert_command)
         if self.alert_webhook is not None:
-            yield from self._webhook_problems(self.alert_webhook)
+            yield from webhook_problems(self.alert_webhook)
 
-    def _webhook_problems(self, given: str) -> Iterator[Problem]:
-        fixes = ("--alert-webhook env:ALERT_WEBHOOK", "--alert-webhook file:PATH", "drop --alert-webhook")
-        direct = not given.startswith(("env:", "file:"))
-        if direct and (redact(given) != given or SECRET_PATH.search(given)):
-            sentence = f"--alert-webhook: the URL at {urlsplit(given).hostname} holds what looks like a key"
-            yield Problem("E014", f"{sentence}, and options are recorded in files and logs", fixes[:2])
-            return
-        try:
-            webhook_url(given)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            shown = "the URL" if direct else given
-            yield Problem("E710", f"--alert-webhook: {shown} cannot be used: {reason}", fixes)
-
-
-def webhook_url(given: str) -> str:
-    """Return the URL that ``--alert-webhook`` gives or names.
-
-    Raises:
-        OSError: if its file cannot be read.
-        ValueError: if the variable is not set, or holds no URL.
-    """
-    url = given
-    if given.startswith("env:"):
-        name = given.removeprefix("env:")
-        if name not in os.environ:
-            raise ValueError("there is no such environment variable")
-        url = os.environ[name]
-    elif given.startswith("file:"):
-        url = read_small(Path(given.removeprefix("file:")), WEBHOOK_BYTES).decode(errors="replace")
-    parts = urlsplit(url.strip())
-    if parts.scheme not in ("http", "https") or not parts.hostname or not url.strip().isprintable():
-        raise ValueError("it begins with http:// or https://, and a host follows")
-    return url.strip()
+    def check_rewind(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that a run that goes back has checkpoints, and is alone."""
+        policies = {"--on-nonfinite": (config.training.on_nonfinite, "stop")}
+        if config.optimizer.skip_spikes is not None:
+            policies["--on-spike"] = self.on_spike, "skip"
+        for name, (text, instead) in policies.items():
+            if not text.startswith(REWIND) or config.training.skip_train:
+                continue
+            if config.checkpoint.save is None:
+                yield Problem(
+                    "E980", f"{name} {text} goes back to a checkpoint, and --save is not given", ("--save FOLDER",)
+                )
+            if config.diloco.diloco_sync_interval is not None:
+                sentence = f"{name} {text} does not support --diloco-sync-interval: one replica would go back alone"
+                yield Problem("E980", sentence, (f"{name} {instead}", "drop --diloco-sync-interval"))

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from megatron.training.loggers.run_logger import RunLogger
     from megatron.training.metrics import StepMetrics
 
+
+class LoopEndError(Exception):
+    """Raised by a component on all ranks after the same step: the loop ends in good order, and saves nothing."""
+
+
 Kinds = Mapping[str, Mapping[str, Tensor]]
 """Tensors of this rank by kind and global name of their parameter, each with the shape of the parameter's shard."""
 

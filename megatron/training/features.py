@@ -26,8 +26,9 @@ from megatron.training.components.live_control import LiveControl
 from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.components.optimizer_state import OptimizerState
 from megatron.training.components.passed_steps import PassedSteps
+from megatron.training.components.power import PowerMeter
 from megatron.training.components.source_losses import SourceLosses
-from megatron.training.components.spikes import SpikeGuard
+from megatron.training.components.spikes import SpikeCheck, SpikeGuard
 from megatron.training.components.store_prefetch import StorePrefetch
 from megatron.training.diloco.component import Diloco
 from megatron.training.diloco.outer_optimizer import PARAM
@@ -92,9 +93,11 @@ def build_callbacks(
     callbacks: list[Component] = []
     if (prefetch := StorePrefetch.create(trainer, stop)) is not None:
         callbacks.append(prefetch)
-    if config.training.on_nonfinite == "stop":
-        callbacks.append(NonFiniteCheck(trainer))
+    callbacks.append(NonFiniteCheck(trainer))
+    if (spikes := SpikeCheck.create(trainer)) is not None:
+        callbacks.append(spikes)
     if logging.run_dir is not None:  # a profile, and other acts, may be requested at any time
+        callbacks.append(PowerMeter(trainer))
         callbacks.append(LiveControl(trainer, stop, checkpointer))
         callbacks.append(StepProfiler(trainer, log, lambda: stop.requests))
     if logging.log_health_interval is not None:

@@ -7,6 +7,7 @@ line, an evaluation, a save or the end.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +20,7 @@ from megatron.checkpoint.location import Location
 from megatron.data.dataset import split_kind
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.checkpointer import Checkpointer
-from megatron.training.component import Component, name_in_errors, stop_components
+from megatron.training.component import Component, LoopEndError, name_in_errors, stop_components
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import Goodput, MetricsWindow, StepMetrics, evaluation_metrics
@@ -51,6 +52,7 @@ def train(
         ``exit_duration_in_mins``.
 
     Raises:
+        LoopEndError: if a component ends the loop.
         NonFiniteError: with ``on_nonfinite`` stop.
         StorageError: if the last checkpoint, or ``finished.json``, cannot be written.
     """
@@ -76,7 +78,7 @@ def train(
                 status = take_steps(trainer, graphs, log, stop, callbacks, checkpointer, goodput)
         trainer.optimizer.weights.wait()  # other ranks may still be gathering weights from this one
     except BaseException as error:
-        stop_components(trainer.components, error)
+        stop_components(trainer.components, None if isinstance(error, LoopEndError) else error)
         raise
     stop_components(trainer.components, None)
     if not skip_train and trainer.iteration >= trainer.total_steps and not trainer.progress.later[0]:
@@ -243,7 +245,7 @@ def evaluations_due(trainer: Trainer) -> list[str]:
 
 def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger, callbacks: CallbackList) -> None:
     """Evaluate a split and log the loss. Call before saving, so that a run killed in between repeats both."""
-    metrics: dict[str, Tensor] = {}
+    began, metrics = time.perf_counter(), dict[str, Tensor]()
     loss = evaluate(trainer, split, metrics).item()
     others: dict[str, float] = {}
     for component in trainer.components:
@@ -253,7 +255,8 @@ def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger, callbacks: Ca
     trainer.progress.evaluated[split] = trainer.iteration
     trainer.progress.losses[split] = loss
     further = {name: value.item() for name, value in metrics.items()}
-    evaluated = evaluation_metrics(split, loss, others, further, trainer.objective.is_cross_entropy)
+    seconds = time.perf_counter() - began
+    evaluated = evaluation_metrics(split, loss, others, further, trainer.objective.is_cross_entropy, seconds)
     log.log(evaluated)
     callbacks.call(Component.on_evaluate, evaluated)
 

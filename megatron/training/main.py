@@ -44,6 +44,7 @@ from megatron.training.checkpointer import (
     hold_save_folder,
 )
 from megatron.training.component import stopped_after_errors
+from megatron.training.components.step_incidents import RewindNeededError
 from megatron.training.components.times import GoodputState, StartupReport
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.failure_report import PeerWatchdog, StartRefusedError, explain_error, report_failure
@@ -58,6 +59,7 @@ from megatron.training.out_of_memory import explain_out_of_memory
 from megatron.training.phases import PhaseChoice, PhaseFacts, choose_phase, plan_notes, read_phase
 from megatron.training.rank_log import give_nccl_a_file, rank_log
 from megatron.training.resume_source import ResumeSource, read_only_options
+from megatron.training.rewinds import Rewinds, go_back, notes_on
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
 from megatron.training.stop import StopRequest
 from megatron.training.trainer import Trainer
@@ -172,9 +174,13 @@ def take_phases(
         place = choice.place
         if place == taken:
             raise RuntimeError(f"the phase {plan[place].name} has taken its steps, and its checkpoint does not show it")
-        phase = replace(plan[place], notes=(*notes, *plan_notes(plan, place), *plan[place].notes))
+        phase = replace(
+            plan[place],
+            config=choice.source.without_samples(plan[place].config),
+            notes=(*notes, *plan_notes(plan, place), *plan[place].notes, *notes_on(choice.source.rewinds)),
+        )
         try:
-            status, trainer = build_and_train(
+            status, trainer, goes_back = build_and_train(
                 phase, plan[place + 1 :], choice.source, stop, startup, lease, others, goodput
             )
         except StartRefusedError as error:
@@ -186,13 +192,17 @@ def take_phases(
             stop.world = world
         training, ends = plan[place].config.training, trainer.iteration >= trainer.total_steps
         exits = training.skip_train or is_due(training.exit_interval, trainer.iteration)
-        if status or exits or not ends or place + 1 == len(plan):
+        if not goes_back and (status or exits or not ends or place + 1 == len(plan)):
             return status
         trainer.mesh.close()
         del trainer  # before the next one takes its memory
         free_memory(stop.device)
         earlier, notes, startup = ResumeSource(), (), StartupTimer()
-        goodput.continues, taken = True, place
+        goodput.continues, goodput.goes_back = True, goes_back
+        if goes_back:
+            goodput.productive_seconds = 0.0  # until a checkpoint is loaded: what follows it was undone
+        else:
+            taken = place
 
 
 def read_phase_together(path: Location, world: Group) -> PhaseFacts | None:
@@ -214,8 +224,11 @@ def build_and_train(
     lease: Lease | None,
     others: NodeCheckpoints | None,
     goodput: Goodput,
-) -> tuple[int, Trainer]:
-    """Build the trainer, load the checkpoint that the run resumes from, if any, and train; return the exit status.
+) -> tuple[int, Trainer, bool]:
+    """Build the trainer, load the checkpoint that the run resumes from, if any, and train.
+
+    Returns:
+        The exit status, the trainer, and whether the run goes on from an earlier step.
 
     Raises:
         NoCheckpointLeftError: if all checkpoints of ``source`` are damaged.
@@ -230,7 +243,8 @@ def build_and_train(
         trainer = build_trainer(config, world.rank, world.size, fresh=source.fresh, clock=startup)
         trainer.progress.later = sum(each.steps for each in later), sum(each.tokens for each in later)
         plugins = plugin_callbacks(trainer)
-        trainer.components += [GoodputState(goodput), *plugins]
+        rewinds = [Rewinds(source.rewinds)] if source.rewinds else []
+        trainer.components += [GoodputState(goodput), *rewinds, *plugins]
         cleanup.enter_context(stopped_after_errors(trainer.components))
         stop.world = trainer.mesh.world
         graphs = StepRunner(trainer)
@@ -256,7 +270,7 @@ def build_and_train(
             run_id=trainer.progress.run_id,
             data=data_summary(trainer.data),
             facts=facts,
-            continues=goodput.continues,
+            before=_before(goodput),
             check=lambda: lease.check() if lease is not None and lease.staging is not None else None,
             iteration=trainer.iteration,
             consumed_samples=trainer.consumed_samples,
@@ -273,7 +287,22 @@ def build_and_train(
                 StartupReport(trainer, startup),
                 *build_callbacks(trainer, log, stop, checkpointer, others),
             ]
-        return train(trainer, None if graphs.mode == "none" else graphs, log, stop, checkpointer, goodput), trainer
+        began = trainer.iteration
+        try:
+            status = train(trainer, None if graphs.mode == "none" else graphs, log, stop, checkpointer, goodput)
+        except RewindNeededError as request:
+            checkpointer.wait()
+            newest = choose_resume_source(config.resume_options, world, others)
+            log.rewound(go_back(request, config, newest, began, trainer.progress.origin.iteration, world, lease))
+            return 0, trainer, True
+        return status, trainer, False
+
+
+def _before(goodput: Goodput) -> str:
+    """Return what an existing run folder holds."""
+    if goodput.goes_back:
+        return "the steps before it went back"
+    return "the phase before" if goodput.continues else "an earlier start"
 
 
 def free_memory(device: torch.device) -> None:

@@ -102,6 +102,26 @@ def spoil_step(trainer: Trainer) -> None:
     block.register_forward_hook(spoil)
 
 
+@contextmanager
+def spoiled_sample(tokens: Sequence[int], factor: float = torch.nan) -> Iterator[None]:
+    """Multiply the embeddings of each micro-batch of training that holds a sample with these tokens."""
+    original = Trainer.compute
+
+    def compute(trainer: Trainer, batches: Any, loss_grad: Any, *arguments: Any) -> None:
+        data = trainer.data.datasets["train"]
+        numbers = [i for batch in batches for i in batch.sample_ids.tolist()] if loss_grad is not None else []
+        with ExitStack() as hooks:
+            if any(data[i].tokens.tolist() == [*tokens] for i in numbers):
+                for chunk in trainer.chunks.values():
+                    if chunk.embedding is not None:
+                        spoil = chunk.embedding.register_forward_hook(lambda module, inputs, output: output * factor)
+                        hooks.enter_context(spoil)
+            original(trainer, batches, loss_grad, *arguments)
+
+    with patch.object(Trainer, "compute", compute):
+        yield
+
+
 def part_of(trainer: Trainer, kind: type[T]) -> T:
     """Return the component of a class."""
     return next(component for component in trainer.components if isinstance(component, kind))

@@ -417,13 +417,18 @@ def bit_hash(x: Tensor) -> Tensor:
     The hash is the sum, modulo 2^64, of the elements times odd numbers that depend on their positions. A change of one
     element always changes it, and the order of summation does not matter.
     """
-    words = x.contiguous().flatten().view(_WORD_DTYPES[x.element_size()])
+    flat = x.contiguous().flatten()
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for start in range(0, words.numel(), HASH_BLOCK):
-        block = words[start : start + HASH_BLOCK].long()
-        position = torch.arange(start + 1, start + 1 + block.numel(), device=x.device) * _STRIDE
-        total += (block * ((position ^ (position >> 29)) * _STRIDE | 1)).sum()
+    for start in range(0, flat.numel(), HASH_BLOCK):
+        block = flat[start : start + HASH_BLOCK]
+        total += position_hash(block, torch.arange(start, start + block.numel(), device=x.device))
     return total
+
+
+def position_hash(x: Tensor, places: Tensor) -> Tensor:
+    """Return the sum, modulo 2^64, of the bits of ``x [n]`` times odd numbers that depend on ``places [n]``, int64."""
+    position = (places + 1) * _STRIDE
+    return (x.view(_WORD_DTYPES[x.element_size()]).long() * ((position ^ (position >> 29)) * _STRIDE | 1)).sum()
 
 
 class ReplicaCheck(Callback):

@@ -21,8 +21,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from megatron.config.alerts import webhook_url
 from megatron.config.privacy import check_access, redact
-from megatron.config.reliability import ReliabilityConfig, webhook_url
+from megatron.config.reliability import ReliabilityConfig
 from megatron.training.loggers.base import Metrics
 from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import JsonLinesLogger, read_json_lines

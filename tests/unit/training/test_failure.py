@@ -221,7 +221,7 @@ def test_failures_are_classified(error: BaseException, kind: str) -> None:
 
 
 def test_every_kind_is_documented_and_tried() -> None:
-    docs = (Path(__file__).parents[3] / "docs/operations.md").read_text(encoding="utf-8")
+    docs = (Path(__file__).parents[3] / "docs/running.md").read_text(encoding="utf-8")
     section = docs.split("### When a rank fails\n")[1].split("\n### ")[0]
     documented = re.findall(r"^\| `([a-z-]+)` \|", section, flags=re.MULTILINE)
     assert documented == [*FAILURE_KINDS]
