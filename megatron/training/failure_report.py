@@ -51,9 +51,10 @@ from megatron.distributed.launch import (
     write_error_file,
 )
 from megatron.pipeline.runtime import Pipeline
+from megatron.training.first_cause import consequences, count_consequence, is_first_failure
 from megatron.training.loggers.alerts import FAILURE, send_alert
 from megatron.training.loggers.run_folder import JsonLinesLogger
-from megatron.training.rank_log import write_text
+from megatron.training.rank_log import claim_first_failure
 from megatron.training.replicas.members import ReplicaError
 
 MAX_CAUSE_CHARS = 60
@@ -96,8 +97,8 @@ def report_failure(
     ``details`` returns a text to print last, when the error itself is recorded. Ignores SIGTERM meanwhile, which
     launchers send to all ranks as soon as one has exited. Use in the main thread.
     """
-    if not register_failure():
-        write_text(f"this rank failed after another one:\n{''.join(traceback.format_exception(error))}")
+    if not is_first_failure(error):
+        count_consequence(error)
         return False
     launch = Launch.read(os.environ)
     rank = rank_label(launch, os.environ)
@@ -113,6 +114,8 @@ def report_failure(
         record_failure(run_dir, error, os.environ)
         if details is not None and (more := details(error)):
             echo(redact(more), file=sys.stderr, flush=True)
+        if launch.world_size > 1 and (after := consequences(error, launch.world_size, host_name(os.environ))):
+            echo(after, file=sys.stderr, flush=True)
         send_alert(FAILURE, f"{rank}: {describe_error(error)}")
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -317,7 +320,7 @@ class PeerWatchdog:
                     published = True
                 if terminated and exit_at == math.inf and self.is_peer_gone():
                     exit_at = time.monotonic() + PEER_GRACE_SECONDS
-        if register_failure():
+        if register_failure() and claim_first_failure():
             echo(f"error on rank {self._world.rank}: {LOST_CONTACT}", file=sys.stderr, flush=True)
             send_alert(FAILURE, f"rank {self._world.rank}: {LOST_CONTACT}", WATCHDOG_ALERT_SECONDS)
         os._exit(EXIT_SIGTERM)
