@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
 
+from megatron.config.alerts import command_problems, webhook_problems
 from megatron.config.errors import Problem
 from megatron.config.option import Need, Run, option
+
+ALERTS = Need("alert_command or alert_webhook", "--alert-command or --alert-webhook")
 
 REWIND = "rewind"
 
@@ -52,6 +55,12 @@ REPLAY = Need("replay_check")
 class ReliabilityConfig:
     """Faults of hardware, data and numbers: how they are found, recorded and survived."""
 
+    alert_command: str | None = option(None, role="start")
+    """Program, with arguments, that is run when the run ends, stops or fails, and at incidents."""
+    alert_webhook: str | None = option(None, role="start")
+    """URL that receives the same alerts as JSON: env:VARIABLE or file:PATH that holds it, or a URL without a key."""
+    alert_interval_mins: float = option(10.0, role="start", at_least=0, needs=ALERTS)
+    """Minutes between two alerts of one kind."""
     on_spike: str = option("skip", role="free", check=parse_spike_policy, needs=Need("skip_spikes"))
     """Action at a spike: log it, skip the update, or rewind:N: go back to the newest checkpoint from at least N steps
     before it, and leave out the samples of the last N steps."""
@@ -98,6 +107,13 @@ class ReliabilityConfig:
         if self.replay_check is not None and save is not None and "://" in save:
             sentence = f"--replay-check {self.replay_check} sets suspect checkpoints aside on disks only, not in {save}"
             yield Problem("E981", sentence, ("drop --replay-check", "--save DIR"))
+
+    def check_alerts(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that the program and the URL of alerts can be found, before they are needed."""
+        if self.alert_command is not None:
+            yield from command_problems(self.alert_command)
+        if self.alert_webhook is not None:
+            yield from webhook_problems(self.alert_webhook)
 
     def check_rewind(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that a run that goes back has checkpoints, and is alone."""

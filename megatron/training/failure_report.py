@@ -51,8 +51,10 @@ from megatron.distributed.launch import (
     write_error_file,
 )
 from megatron.pipeline.runtime import Pipeline
+from megatron.training.first_cause import consequences, count_consequence, is_first_failure
+from megatron.training.loggers.alerts import FAILURE, send_alert
 from megatron.training.loggers.run_folder import JsonLinesLogger
-from megatron.training.rank_log import write_text
+from megatron.training.rank_log import claim_first_failure
 from megatron.training.replicas.members import ReplicaError
 
 MAX_CAUSE_CHARS = 60
@@ -100,8 +102,8 @@ def report_failure(
     ``details`` returns a text to print last, when the error itself is recorded. Ignores SIGTERM meanwhile, which
     launchers send to all ranks as soon as one has exited. Use in the main thread.
     """
-    if not register_failure():
-        write_text(f"this rank failed after another one:\n{''.join(traceback.format_exception(error))}")
+    if not is_first_failure(error):
+        count_consequence(error)
         return False
     launch = Launch.read(os.environ)
     rank = rank_label(launch, os.environ)
@@ -117,6 +119,9 @@ def report_failure(
         record_failure(run_dir, error, os.environ)
         if details is not None and (more := details(error)):
             echo(redact(more), file=sys.stderr, flush=True)
+        if launch.world_size > 1 and (after := consequences(error, launch.world_size, host_name(os.environ))):
+            echo(after, file=sys.stderr, flush=True)
+        send_alert(FAILURE, f"{rank}: {describe_error(error)}")
     finally:
         signal.signal(signal.SIGTERM, previous)
     return True
@@ -260,6 +265,9 @@ PEER_POLL_SECONDS = 0.25
 PEER_GRACE_SECONDS = 2.0
 """Seconds that a rank gets to report the lost peer itself before it is ended."""
 
+WATCHDOG_ALERT_SECONDS = 5.0
+"""Seconds that it waits for its alert."""
+
 EXIT_SIGTERM = 128 + signal.SIGTERM
 PROC = Path("/proc")
 PROC_SELF = PROC / "self"
@@ -317,8 +325,9 @@ class PeerWatchdog:
                     published = True
                 if terminated and exit_at == math.inf and self.is_peer_gone():
                     exit_at = time.monotonic() + PEER_GRACE_SECONDS
-        if register_failure():
+        if register_failure() and claim_first_failure():
             echo(f"error on rank {self._world.rank}: {LOST_CONTACT}", file=sys.stderr, flush=True)
+            send_alert(FAILURE, f"rank {self._world.rank}: {LOST_CONTACT}", WATCHDOG_ALERT_SECONDS)
         os._exit(EXIT_SIGTERM)
 
     def is_peer_gone(self) -> bool:

@@ -50,6 +50,7 @@ from megatron.training.components.times import GoodputState, StartupReport
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.failure_report import PeerWatchdog, StartRefusedError, explain_error, report_failure
 from megatron.training.features import build_callbacks, plugin_callbacks
+from megatron.training.loggers.alerts import alerts_of
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary, read_json_lines
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.loop import is_due, train
@@ -92,6 +93,7 @@ def run(
     """
     # Signals are handled until the error is reported: launchers send SIGTERM as soon as a rank has exited.
     with ExitStack() as signals:
+        signals.enter_context(alerts_of(config.reliability, config.logging.run_dir))
         try:
             phases = plan or [Phase(config, tuple(notes))]
             status = join_and_train(phases, startup or StartupTimer(), signals)
