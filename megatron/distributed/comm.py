@@ -30,7 +30,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,28 @@ BROADCAST, REDUCE, ALL_TO_ALL, SEND = "broadcast", "reduce", "all-to-all", "send
 EXCHANGE, MESSAGE, OBJECTS = "exchange", "message", "all-gather of objects"
 
 
+class CommObserver(Protocol):
+    """Observer of the tensors that this rank gives to collectives and messages, and gets from them."""
+
+    def on_input(self, operation: str, tensors: Sequence[Tensor], group: Group | Channel) -> str:
+        """Act on what this rank gives; return a label of the communication, the same on all its ranks."""
+
+    def on_output(self, label: str, x: Tensor) -> None:
+        """Act on what this rank gets, once it is complete."""
+
+
+class Call(NamedTuple):
+    """A call of a collective, or of a message."""
+
+    # Among those of the group, see :meth:`Places.call`.
+    number: int = 0
+    # Of the observer; empty without one, or if this rank gets nothing.
+    label: str = ""
+
+
+NO_CALL = Call()
+
+
 class CommMeter(Stopwatch):
     """Seconds blocked by axes of the rank grid, and bytes sent by axes and operation.
 
@@ -54,6 +76,8 @@ class CommMeter(Stopwatch):
         """Start at zero."""
         super().__init__(names)
         self._sent: dict[tuple[str, str], float] = {}
+        # Of all communication of the mesh.
+        self.observer: CommObserver | None = None
 
     def sends(self, axes: str, operation: str, count: float) -> None:
         """Add ``count`` bytes, unless paused."""
@@ -64,6 +88,16 @@ class CommMeter(Stopwatch):
         """Return bytes by axes and operation since the last call."""
         taken, self._sent = self._sent, {}
         return taken
+
+    def given(self, operation: str, tensors: Sequence[Tensor], group: Group | Channel) -> str:
+        """Pass what this rank gives to the observer; return its label."""
+        return "" if self.observer is None else self.observer.on_input(operation, tensors, group)
+
+    def got(self, call: Call, x: Tensor) -> Tensor:
+        """Pass what this rank has got to the observer; return it."""
+        if call.label and self.observer is not None:
+            self.observer.on_output(call.label, x)
+        return x
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -111,22 +145,30 @@ class Group:
         """True if NCCL communicates."""
         return self.size > 1 and dist.get_backend(self.handle) == "nccl"
 
-    def blocked(self, x: Tensor, call: int = 0) -> AbstractContextManager[None]:
-        """Count the time inside as blocked on the other ranks, on the device of ``x``; also a range in profiles.
+    def blocked(self, out: Tensor, call: Call) -> AbstractContextManager[None]:
+        """Count the time inside as blocked on the other ranks, on the device of ``out``; also a range in profiles.
 
-        ``call`` is what :meth:`called` has returned.
+        Args:
+            out: what this rank gets, complete at the end.
+            call: from :meth:`called`.
         """
-        span = _Wait(self.row, call, self.meter.span(self.axes, x.is_cuda))
-        return profiler_range(COMMUNICATION_PREFIX + self.axes, span)
+        return profiler_range(
+            COMMUNICATION_PREFIX + self.axes, _Wait(self, self.meter.span(self.axes, out.is_cuda), call, out)
+        )
 
-    def called(self, operation: str, x: Tensor, count: float) -> int:
-        """Record the call of a collective on ``x``; return its number among those of the group.
+    def called(self, operation: str, x: Tensor, count: float, given: Sequence[Tensor] | None = None) -> Call:
+        """Record the call of a collective on ``x``.
 
-        ``count`` bytes are what a ring collective sends from this rank, times the ranks over the other ranks.
+        Args:
+            operation: such as ``ALL_REDUCE``.
+            x: of the same dtype and size on all ranks.
+            count: bytes that a ring collective sends from this rank, times the ranks over the other ranks.
+            given: what this rank gives; None for ``x``.
         """
         axes = PIPELINE if self.axes == BUBBLE else self.axes
         self.meter.sends(axes, operation, count * (self.size - 1) / self.size)
-        return PLACE.call(self.row, operation, axes, x.dtype, x.numel())
+        number = PLACE.call(self.row, operation, axes, x.dtype, x.numel())
+        return Call(number, self.meter.given(operation, (x,) if given is None else given, self))
 
 
 @dataclass(frozen=True)
@@ -142,29 +184,39 @@ class Channel:
     # In the place of this process.
     row: int = field(default=UNTRACKED, compare=False, repr=False)
 
-    def blocked(self, x: Tensor, call: int = 0) -> AbstractContextManager[None]:
-        """Count the time inside as blocked on the peer."""
-        span = _Wait(self.row, call, self.meter.span(BUBBLE, x.is_cuda))
-        return profiler_range(COMMUNICATION_PREFIX + BUBBLE, span)
+    def blocked(self, out: Tensor, call: Call) -> AbstractContextManager[None]:
+        """Count the time inside as blocked on the peer; see :meth:`Group.blocked`."""
+        return profiler_range(
+            COMMUNICATION_PREFIX + BUBBLE, _Wait(self, self.meter.span(BUBBLE, out.is_cuda), call, out)
+        )
+
+    def called(self, x: Tensor, given: Sequence[Tensor]) -> Call:
+        """Record a message ``x``, of which this rank gives ``given``."""
+        number = PLACE.call(self.row, MESSAGE, PIPELINE, x.dtype, x.numel())
+        return Call(number, self.meter.given(SEND, given, self))
 
 
 class _Wait(AbstractContextManager[None]):
     """Marks a call as awaited, in the place of this process, also after an error inside: it is then the place of the
     error."""
 
-    __slots__ = ("_call", "_inner", "_row")
+    __slots__ = ("_call", "_inner", "_meter", "_out", "_row")
 
-    def __init__(self, row: int, call: int, inner: AbstractContextManager[None]) -> None:
-        self._row, self._call, self._inner = row, call, inner
+    def __init__(
+        self, group: Group | Channel, inner: AbstractContextManager[None], call: Call, out: Tensor | None = None
+    ) -> None:
+        self._row, self._meter, self._inner, self._call, self._out = group.row, group.meter, inner, call, out
 
     def __enter__(self) -> None:
-        PLACE.slots[self._row + AWAITED] = self._call
+        PLACE.slots[self._row + AWAITED] = self._call.number
         self._inner.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._inner.__exit__(kind, error, trace)
         if kind is None:
             PLACE.slots[self._row + AWAITED] = 0
+            if self._out is not None:
+                self._meter.got(self._call, self._out)
 
 
 @dataclass
@@ -176,8 +228,8 @@ class Pending:
     group: Group | Channel = field(default_factory=Group)
     # Other tensors that are being sent.
     sent: Sequence[Tensor] = ()
-    # Number of the call; see :meth:`Group.called`.
-    call: int = 0
+    # See :meth:`Group.called`.
+    call: Call = NO_CALL
 
     def wait(self) -> Tensor:
         """Wait for the communication, and return the result."""
@@ -253,7 +305,7 @@ def start_broadcast(x: Tensor, group: Group, source: int) -> Pending:
     """Start copying ``x`` of rank ``source`` of the group into ``x`` of the others."""
     if group.size == 1:
         return Pending(x)
-    call = group.called(BROADCAST, x, x.nbytes)
+    call = group.called(BROADCAST, x, x.nbytes, (x,) if group.rank == source else ())
     return Pending(x, [dist.broadcast(x, group.ranks[source], group.handle, async_op=True)], group, call=call)
 
 
@@ -262,6 +314,8 @@ def start_reduce(x: Tensor, group: Group, target: int) -> Pending:
     if group.size == 1:
         return Pending(x)
     call = group.called(REDUCE, x, x.nbytes)
+    if group.rank != target:
+        call = Call(call.number)
     work = dist.reduce(x, group.ranks[target], _OPS["sum"], group.handle, async_op=True)
     return Pending(x, [work], group, call=call)
 
@@ -288,7 +342,8 @@ def start_all_to_all_rows(
     out = _rows_like(x, sum(received))
     leaving = sum(sent) - sent[group.rank]
     group.meter.sends(group.axes, ALL_TO_ALL, leaving * x[:1].nbytes)
-    call = PLACE.call(group.row, ALL_TO_ALL, group.axes, x.dtype, 0)  # ranks have different numbers of rows
+    number = PLACE.call(group.row, ALL_TO_ALL, group.axes, x.dtype, 0)  # ranks have different numbers of rows
+    call = Call(number, group.meter.given(ALL_TO_ALL, (x,), group))
     splits = list(received), list(sent)
     work = dist.all_to_all_single(out, x.contiguous(), *splits, group=group.handle, async_op=True)
     return Pending(out, [work], group, call=call)
@@ -297,14 +352,14 @@ def start_all_to_all_rows(
 def start_send(x: Tensor, channel: Channel) -> Pending:
     """Start sending ``x``, which must not change until the send is complete."""
     channel.meter.sends(PIPELINE, SEND, x.nbytes)
-    call = PLACE.call(channel.row, MESSAGE, PIPELINE, x.dtype, x.numel())
+    call = Call(channel.called(x, (x,)).number)
     work = dist.isend(x, channel.target, channel.handle)
     return Pending(x, () if work is None else (work,), channel, call=call)
 
 
 def start_receive(out: Tensor, channel: Channel) -> Pending:
     """Start receiving the next message into ``out``, of the shape and dtype that is sent."""
-    call = PLACE.call(channel.row, MESSAGE, PIPELINE, out.dtype, out.numel())
+    call = channel.called(out, ())
     work = dist.irecv(out, channel.source, channel.handle)
     return Pending(out, () if work is None else (work,), channel, call=call)
 
@@ -325,9 +380,10 @@ def start_exchange(
     messages = [(dist.isend, x, peer) for x, peer in sent] + [(dist.irecv, x, peer) for x, peer in received]
     operations = [dist.P2POp(operation, x, group.ranks[peer], group.handle) for operation, x, peer in messages]
     group.meter.sends(group.axes, SEND, sum(x.nbytes for x, _ in sent))
+    label = group.meter.given(SEND, [x for x, _ in sent], group)
     works = dist.batch_isend_irecv(operations) if operations else []
     PLACE.slots[group.row + AWAITED_KIND] = PLACE.kind(EXCHANGE, group.axes, result.dtype)
-    return Pending(result, works, group, [x for x, _ in sent], UNNUMBERED)
+    return Pending(result, works, group, [x for x, _ in sent], Call(UNNUMBERED, label))
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
@@ -345,7 +401,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
         return x
     out = _rows_like(x, x.shape[0] * group.size)
     call = group.called(ALL_GATHER, x, out.nbytes)
-    with group.blocked(x, call):
+    with group.blocked(out, call):
         _all_gather(out, x.contiguous(), group=group.handle)
     return out
 
@@ -356,7 +412,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
         return x
     out = _rows_like(x, x.shape[0] // group.size)
     call = group.called(REDUCE_SCATTER, x, x.nbytes)
-    with group.blocked(x, call):
+    with group.blocked(out, call):
         _reduce_scatter(out, x.contiguous(), group=group.handle)
     return out
 
@@ -370,9 +426,9 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
         group: ranks for which :func:`symmetric_memory_missing` has returned None.
     """
     handle = _handle(group)
-    group.called(ALL_GATHER, x, x.nbytes * group.size)
+    call = group.called(ALL_GATHER, x, x.nbytes * group.size)
     rows, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [matrix], 0, handle.group_name)
-    return rows, y
+    return group.meter.got(call, rows), y
 
 
 def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
@@ -385,8 +441,8 @@ def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
     """
     handle = _handle(group)
     y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), matrix, "sum", 0, handle.group_name)
-    group.called(REDUCE_SCATTER, y, y.nbytes * group.size)
-    return y
+    call = group.called(REDUCE_SCATTER, y, y.nbytes * group.size, (x,))
+    return group.meter.got(call, y)
 
 
 def symmetric_memory_missing(group: Group, device: torch.device) -> str | None:
@@ -476,7 +532,7 @@ def _encode(value: object, group: Group) -> Tensor:
 
 def _exchanging_objects(group: Group) -> AbstractContextManager[None]:
     """Record a collective on JSON values in the place of this process, and that it is awaited."""
-    return _Wait(group.row, PLACE.call(group.row, OBJECTS, group.axes, "bytes", 0), NO_SPAN)
+    return _Wait(group, NO_SPAN, Call(PLACE.call(group.row, OBJECTS, group.axes, "bytes", 0)))
 
 
 def _pad(content: Tensor, group: Group) -> tuple[list[int], Tensor]:

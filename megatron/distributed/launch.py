@@ -358,6 +358,11 @@ def read_texts(names: Sequence[str]) -> dict[str, str]:
     )
 
 
+def add_to_count(name: str, amount: int = 1) -> int:
+    """Add to a number in the store, outside of any collective, and return it; 0 when the store is unreachable."""
+    return _query_store(lambda store: int(store.add(name, amount)), default=0)
+
+
 def _query_store(query: Callable[[dist.distributed_c10d.Store], T], default: T) -> T:
     """Return the store's answer, or ``default`` when its host (rank 0) does not answer in time.
 

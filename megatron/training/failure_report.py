@@ -53,8 +53,10 @@ from megatron.distributed.launch import (
 )
 from megatron.distributed.places import PLACE
 from megatron.pipeline.runtime import Pipeline
+from megatron.training.first_cause import consequences, count_consequence, is_first_failure
+from megatron.training.loggers.alerts import FAILURE, send_alert
 from megatron.training.loggers.run_folder import JsonLinesLogger
-from megatron.training.rank_log import write_text
+from megatron.training.rank_log import claim_first_failure
 from megatron.training.replicas.members import ReplicaError
 from megatron.training.stall_watch import (
     REQUEST_KEY,
@@ -74,6 +76,10 @@ MAX_CAUSE_CHARS = 60
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient is NaN or infinite, and ``--on-nonfinite`` is ``stop``."""
+
+
+class CorruptionError(RuntimeError):
+    """A step computed again gives other bits (``--replay-check``). Its device is recorded as failed already."""
 
 
 class StalledError(RuntimeError):
@@ -96,6 +102,7 @@ EXPECTED_ERRORS = (
     DataError,
     CheckpointError,
     NonFiniteError,
+    CorruptionError,
     MissingRanksError,
     ReplicaError,
     StalledError,
@@ -124,8 +131,8 @@ def report_failure(
     in_main = threading.current_thread() is threading.main_thread()
     previous = signal.signal(signal.SIGTERM, signal.SIG_IGN) if in_main else None
     try:
-        if not register_failure():
-            write_text(f"this rank failed after another one:\n{''.join(traceback.format_exception(error))}")
+        if not is_first_failure(error):
+            count_consequence(error)
             await_report()
             return False
         publish_text(FIRST_FAILURE_KEY, f"{rank}: {describe_error(error)}")
@@ -138,6 +145,9 @@ def report_failure(
         record_failure(run_dir, error, os.environ)
         if details is not None and (more := details(error)):
             echo(redact(more), file=sys.stderr, flush=True)
+        if launch.world_size > 1 and (after := consequences(error, launch.world_size, host_name(os.environ))):
+            echo(after, file=sys.stderr, flush=True)
+        send_alert(FAILURE, f"{rank}: {describe_error(error)}")
         mark_reported()
     finally:
         end_stuck_peers()
@@ -264,7 +274,7 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
     Before torch.distributed is initialised, rank 0 reports flag errors, which all ranks see. A missing device is
     reported by one rank of the machine under torchrun; under srun only the ranks without one fail, and all report.
     """
-    if run_dir is None or isinstance(error, SupersededError) or not os.path.isdir(run_dir):
+    if run_dir is None or isinstance(error, SupersededError | CorruptionError) or not os.path.isdir(run_dir):
         return
     launch, kind = Launch.read(environ), failure_kind(error)
     reports_device = kind == DEVICE and (launch.local_rank == 0 or launch.launcher == "srun")
@@ -312,6 +322,8 @@ PEER_POLL_SECONDS = 0.25
 PEER_GRACE_SECONDS = 2.0
 """Seconds that a rank gets to report the lost peer itself before it is ended."""
 
+WATCHDOG_ALERT_SECONDS = 5.0
+"""Seconds that it waits for its alert."""
 STUCK_SECONDS = 4.0
 """Seconds without progress after which a rank is ended when another has failed."""
 
@@ -382,8 +394,9 @@ class PeerWatchdog:
                     self._end_stuck()
                 if terminated and exit_at == math.inf and self.is_peer_gone():
                     exit_at = time.monotonic() + PEER_GRACE_SECONDS
-        if register_failure():
+        if register_failure() and claim_first_failure():
             echo(f"error on rank {self._world.rank}: {LOST_CONTACT}", file=sys.stderr, flush=True)
+            send_alert(FAILURE, f"rank {self._world.rank}: {LOST_CONTACT}", WATCHDOG_ALERT_SECONDS)
         os._exit(EXIT_SIGTERM)
 
     def _end_stalled(self, error: StalledError) -> None:
