@@ -33,8 +33,8 @@ from megatron.training.step import train_step
 TITLE = "# What keeping the place of a rank costs, CPU, one thread"
 RANKS = 8
 FLAGS = (
-    "--mock-data --vocab-size 8192 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --device cpu"
-    " --micro-batch-size 1 --global-batch-size 8 --train-iters 1000000 --tensor-model-parallel-size 2"
+    "--mock-data --vocab-size 8192 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256"
+    " --device cpu --micro-batch-size 1 --global-batch-size 8 --train-iters 1000000 --tensor-model-parallel-size 2"
     " --use-distributed-optimizer"
 )
 
@@ -124,11 +124,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def page(result: dict[str, Any]) -> str:
     """Return the page of the figures."""
     counted = ", ".join(f"{count} x {name}" for name, count in result["counts"].items())
+    share = f"{result['added_us']} us, {100 * result['share']:.2f} % of it"
     return "\n".join(
         [
             TITLE,
             "",
-            f"A step of {result['step_ms']} ms has {counted}: {result['added_us']} us, {100 * result['share']:.2f} % of it.",
+            f"A step of {result['step_ms']} ms has {counted}: {share}.",
             *spreads("microseconds", result["prices"]),
             "",
             conditions(result),

@@ -43,7 +43,7 @@ def simulated(stops: dict[int, int], seed: int) -> dict[int, dict[str, Any]]:
         moved = False
         for rank in WORLD:
             if waits[rank]:
-                axes, groups = program[called[rank] - 1]
+                groups = program[called[rank] - 1][1]
                 members = next(group for group in groups if rank in group)
                 waits[rank] = any(called[member] < called[rank] for member in members)
                 moved |= not waits[rank]
