@@ -53,6 +53,9 @@ parse_nonfinite_policy = partial(parse_policy, ("skip", "stop"))
 class ReliabilityConfig:
     """Faults of hardware, data and numbers: how they are found, recorded and survived."""
 
+    log_slowest_ranks_interval: int | None = option(None, role="start", at_least=1)
+    """Steps between reports on the slowest ranks: machine, and excess in data, forward, backward and optimizer without
+    waits for other ranks. Default: never."""
     alert_command: str | None = option(None, role="start")
     """Program, with arguments, that is run when the run ends, stops or fails, and at incidents."""
     alert_webhook: str | None = option(None, role="start")
@@ -69,6 +72,11 @@ class ReliabilityConfig:
     logged."""
     rank_logs: bool = option(True, role="start", needs="run_dir")
     """Write warnings, errors and crashes of each rank into RUN_DIR/ranks."""
+
+    def note_slowest_ranks(self, config: Run, world_size: int) -> Iterator[str]:
+        """Note that a single rank is not compared."""
+        if self.log_slowest_ranks_interval is not None and world_size == 1:
+            yield "--log-slowest-ranks-interval has no effect on one rank"
 
     def check_alerts(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that the program and the URL of alerts can be found, before they are needed."""

@@ -41,6 +41,9 @@ from megatron.distributed.timing import COMMUNICATION_PREFIX, Stopwatch, profile
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
 BROADCAST, REDUCE, ALL_TO_ALL, SEND = "broadcast", "reduce", "all-to-all", "send"
 
+IN_PHASE = " in "
+"""Separates axes from a phase in the names of a meter."""
+
 
 class CommMeter(Stopwatch):
     """Seconds blocked by axes of the rank grid, and bytes sent by axes and operation.
@@ -52,6 +55,22 @@ class CommMeter(Stopwatch):
         """Start at zero."""
         super().__init__(names)
         self._sent: dict[tuple[str, str], float] = {}
+        self.phase = ""  # of a step, under which seconds are counted, too
+        self.by_phase: dict[str, float] = {}  # seconds of all axes by phase, as far as :meth:`pop` has returned them
+
+    def span(self, name: str, cuda: bool) -> AbstractContextManager[None]:
+        """See :class:`Stopwatch`."""
+        return super().span(f"{name}{IN_PHASE}{self.phase}" if self.phase else name, cuda)
+
+    def pop(self) -> dict[str, float]:
+        """See :class:`Stopwatch`."""
+        taken: dict[str, float] = {}
+        for name, seconds in super().pop().items():
+            axes, _, phase = name.partition(IN_PHASE)
+            taken[axes] = taken.get(axes, 0.0) + seconds
+            if phase:
+                self.by_phase[phase] = self.by_phase.get(phase, 0.0) + seconds
+        return taken
 
     def sends(self, axes: str, operation: str, count: float) -> None:
         """Add ``count`` bytes, unless paused."""
