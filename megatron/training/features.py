@@ -33,8 +33,10 @@ from megatron.training.components.spikes import SpikeCheck, SpikeGuard
 from megatron.training.components.store_prefetch import StorePrefetch
 from megatron.training.diloco.component import Diloco
 from megatron.training.diloco.outer_optimizer import PARAM
+from megatron.training.elastic import ElasticReplica
 from megatron.training.frozen_models import FrozenModelInputs
 from megatron.training.loggers.run_logger import RunLogger
+from megatron.training.replay_check.component import ReplayCheck
 from megatron.training.stop import StopRequest
 from megatron.training.trainer import Trainer
 
@@ -50,6 +52,8 @@ class Feature(Protocol):
 
 
 FEATURES: Sequence[Feature] = (
+    ElasticReplica,  # first, because the others see the gradients of all replicas
+    ReplayCheck,
     CompressionState,
     ExpertLoadBalance,
     ExchangeOverflow,

@@ -279,12 +279,16 @@ def only_sample(batch: MicroBatch, index: int) -> MicroBatch:
 
 
 def suspicious_samples(samples: Sequence[SampleSize], ratio: float = RATIO) -> list[SampleSize]:
-    """Return the samples that are not finite; if all are finite, those whose loss, output or gradient is out of line.
+    """Return the samples whose output of the module, or else loss or gradient, is not finite, or else out of line.
 
     A number is out of line if it is ``ratio`` times the median over the samples of the step. The worst comes first.
     """
-    if bad := [sample for sample in samples if not sample.finite]:
-        return bad
+    for bad in (
+        [sample for sample in samples if not math.isfinite(sample.output)],  # before a weight that spoils all of them
+        [sample for sample in samples if not sample.finite],
+    ):
+        if bad:
+            return bad
     middle = [median(numbers) for numbers in zip(*(sample[3:] for sample in samples))]
 
     def worst(sample: SampleSize) -> float:

@@ -60,7 +60,7 @@ def duration(seconds: float) -> str:
     left = round(seconds)
     if left < 10:
         return f"{seconds:.1f} s"
-    found = []
+    found: list[str] = []
     for unit, size in units:
         if left >= size or found:
             found.append(f"{left // size} {unit}")

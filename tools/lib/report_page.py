@@ -64,10 +64,14 @@ class PageOptions:
 
 def report_page(record: RunRecord, options: PageOptions, now: float | None = None) -> str:
     """Return the page of a run."""
-    body = ['<main id="report">', report_body(record, options, now), "</main>"]
+    return page_around(report_body(record, options, now), run_name(record))
+
+
+def page_around(body: str, title: str) -> str:
+    """Return the page with a body of :func:`report_body`."""
     here = Path(__file__)
     style, script = (here.with_name(f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    return "\n".join(document(run_name(record), body, style, script)) + "\n"
+    return "\n".join(document(title, ['<main id="report">', body, "</main>"], style, script)) + "\n"
 
 
 def run_name(record: RunRecord) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -159,7 +159,7 @@ class RunRecord:
             if is_column(name) and len(self.columns) < MAX_COLUMNS:
                 self.columns[name] = array("d", [math.nan]) * self.lines
         for name, column in self.columns.items():
-            value = line.get(name)
+            value: Any = line.get(name)
             column.append(value if type(value) in NUMBERS and abs(value) < 1e100 else math.nan)
         self.lines += 1
         if skipped := line.get("skipped-iterations"):
@@ -254,10 +254,9 @@ def read_record(folder: Path) -> RunRecord:
 
 def fast_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield as :func:`read_json_lines` does, with the parser of orjson if it is installed."""
-    try:
+    loads: Callable[[bytes], Any] = json.loads
+    with suppress(ImportError):
         from orjson import loads
-    except ImportError:
-        loads = json.loads
     with open_regular(path) as file:
         while text := file.readline(MAX_LINE_BYTES):
             if not text.endswith(b"\n"):
