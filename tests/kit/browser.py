@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,15 @@ class Browser:
         return picture
 
     def close(self) -> None:
-        """End it."""
-        self.process.kill()
-        self.process.wait()
+        """End it, with its processes."""
+        self._session = ""
+        with suppress(RuntimeError, OSError):
+            self.call("Browser.close")
+        try:
+            self.process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         os.close(self._to)
         os.close(self._from)
 
