@@ -17,7 +17,7 @@ from typing import Any
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 """Commands of the browser; Debian's packages are chromium-headless-shell and chromium."""
 
-SECONDS = 60.0
+SECONDS = 30.0
 """Longest wait for an answer."""
 
 

@@ -114,7 +114,9 @@ class Scale:
         if self.log:
             return log_ticks(self.low, self.high)
         size = byte_unit(self.high)[1] if unit == "bytes" else 1
-        return [size * tick for tick in round_ticks(self.low / size, self.high / size, 4)]
+        low, high = self.low / size, self.high / size
+        found = next((t for count in (4, 5, 6) if len(t := round_ticks(low, high, count)) > 2), [])
+        return [size * tick for tick in found or round_ticks(low, high, 8)]
 
 
 def round_ticks(low: float, high: float, count: int) -> list[float]:

@@ -34,6 +34,11 @@
     return found;
   }
 
+  function valueTicks(low, high) {
+    for (const count of [4, 5, 6]) if (roundTicks(low, high, count).length > 2) return roundTicks(low, high, count);
+    return roundTicks(low, high, 8);
+  }
+
   function logTicks(low, high) {
     let found = [];
     for (const factors of [[1], [1, 3], [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 7]]) {
@@ -94,7 +99,7 @@
     svg.setAttribute("viewBox", [x, height(high), width, height(low) - height(high)].join(" "));
     all(".mark", svg).forEach(mark => mark.setAttribute("d", mark.getAttribute("d").replace(/ .*/, " " + height(high) + "V" + height(low))));
     const size = chart.unit === "bytes" ? byteUnit(high) : 1;
-    const ticks = chart.log ? logTicks(low, high) : roundTicks(low / size, high / size, 4).map(tick => size * tick);
+    const ticks = chart.log ? logTicks(low, high) : valueTicks(low / size, high / size).map(tick => size * tick);
     const shown = value => chart.log ? Math.log10(value) : value;
     svg.querySelector(".grid").innerHTML = ticks.map(t => `<path d="M0 ${height(shown(t))}H${SIZE}"/>`).join("");
     const label = (place, side, words) => `<span style="${side}:${place}%">${words}</span>`;

@@ -254,7 +254,7 @@ def learning_charts(record: RunRecord, other: RunRecord | None, other_name: str)
     yield Chart("rate", "Learning rate", [curves.curve("learning-rate", "rate", 3)], from_zero=True)
     yield Chart("batch", "Batch", [curves.curve("batch-size", "samples", 4, "steps")], from_zero=True)
     scale = curves.values("loss-scale")
-    if len(scale) and np.nanmin(scale) != np.nanmax(scale):
+    if len({*scale[np.isfinite(scale)].tolist()}) > 1:
         yield Chart("scale", "Loss scale", [curves.curve("loss-scale", "scale", 5, "steps")], unit="si")
 
 

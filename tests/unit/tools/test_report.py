@@ -378,15 +378,8 @@ def test_nothing_but_the_page_is_served(tmp_path: Path) -> None:
     with served(tmp_path) as (path, port):
         assert get(port, path)[0] == 200
         assert get(port, f"{path}state.json")[0] == 200
-        for wrong in (
-            "/",
-            "/state.json",
-            "/x/",
-            f"{path[:-2]}/",
-            f"{path}secret",
-            f"{path}../secret",
-            f"{path}%2e%2e/",
-        ):
+        inside = (f"{path}{name}" for name in ("secret", "../secret", "%2e%2e/", "metrics.jsonl"))
+        for wrong in ("/", "/state.json", "/x/", f"{path[:-2]}/", *inside):
             status, content = get(port, wrong)
             assert (status, "secret" in content) == (404, False), wrong
         assert get(port, path, "POST")[0] == 501
@@ -475,11 +468,17 @@ def test_nothing_hostile_runs_and_no_script_fails(browser: Browser, run: Path, t
     assert browser.evaluate("typeof window.owned") == "undefined"  # the policy of the page refuses it
 
 
+def place_of(browser: Browser, chart: str) -> list[float]:
+    """Left, top and width of a chart in the window."""
+    plot = f"document.querySelector('#chart-{chart} .plot')"
+    browser.evaluate(f"{plot}.scrollIntoView({{block: 'center'}})")
+    found: list[float] = browser.evaluate(f"(r => [r.x, r.y, r.width])({plot}.getBoundingClientRect())")
+    return found
+
+
 def test_the_cursor_shows_the_values_of_the_log(browser: Browser, run: Path, tmp_path: Path) -> None:
     browser.open(page_of(run, tmp_path))
-    box = browser.evaluate(
-        "(r => [r.x, r.y, r.width])(document.querySelector('#chart-norm .plot').getBoundingClientRect())"
-    )
+    box = place_of(browser, "norm")
     line = next(line for line in records(run)[::-1] if line["iteration"] == 20)
     top = max(each["consumed-tokens"] for each in records(run))
     browser.mouse("mouseMoved", box[0] + box[2] * line["consumed-tokens"] / top, box[1] + 20)
@@ -500,9 +499,7 @@ def test_keys_and_the_mouse_zoom_all_charts(browser: Browser, run: Path, tmp_pat
     assert (left, width) == pytest.approx((250, 500), abs=1)
     browser.key("0", "0")
     assert browser.evaluate(view)[2] == whole[2]
-    box = browser.evaluate(
-        "(r => [r.x, r.y, r.width])(document.querySelector('#chart-loss .plot').getBoundingClientRect())"
-    )
+    box = place_of(browser, "loss")
     for kind, share in (("mousePressed", 0.2), ("mouseMoved", 0.3), ("mouseMoved", 0.6), ("mouseReleased", 0.6)):
         browser.mouse(kind, box[0] + box[2] * share, box[1] + 30)
     left, _, width, _ = browser.evaluate(view)
