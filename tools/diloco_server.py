@@ -1,4 +1,4 @@
-"""Host the store through which the replicas of a DiLoCo run meet: ``python tools/diloco_server.py --port 29400``.
+"""Host the store through which the replicas of a run meet: ``python tools/diloco_server.py --port 29400``.
 
 Start it once per run, on a machine that all ranks of all replicas can reach. It holds no weights, only who is alive and
 who takes part, so it may be any small machine. If it ends, the replicas end; start it and them again.
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 
 from megatron.config.errors import UserError
 from megatron.config.text import echo
-from megatron.training.diloco.replica_store import read_secret, serve
+from megatron.training.replicas.store import read_secret, serve
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if not options.secret_file and options.host != "127.0.0.1":
         echo("note: without --secret-file, whoever reaches this address can change what is stored", file=sys.stderr)
-    echo(f"DiLoCo server at {options.host}:{port}", flush=True)
+    echo(f"replica server at {options.host}:{port}", flush=True)
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     signal.sigwait(signals)

@@ -51,6 +51,7 @@ class Goodput:
         self.productive_seconds = 0.0
         self.starts = 1  # of the run, this one included
         self.continues = False  # True in later phases of this start, whose checkpoints lag behind
+        self.goes_back = False  # True if this start continues from an earlier step
 
     def run_seconds(self) -> float:
         """Return the seconds since the run's first start."""
@@ -67,6 +68,8 @@ class Goodput:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the run that saved ``state``, and count this start."""
+        if self.goes_back:  # the seconds of steps that were undone do not count
+            self.productive_seconds = float(state["productive_seconds"])
         if self.continues:
             return
         self.first_start = float(state["first_start"])

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.config.run import RunConfig
 from megatron.training.build import build_trainer
 from megatron.training.diloco.component import Diloco, Round
-from megatron.training.diloco.replicas import Replicas
+from megatron.training.replicas.members import Replicas
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.kit.runs import Outcome, part_of, start, tiny_run

@@ -28,12 +28,12 @@ from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.optimizer.main_params import MainParams
 from megatron.training.build import build_trainer
-from megatron.training.diloco import replica_store
 from megatron.training.diloco.component import left_out, source_of
 from megatron.training.diloco.outer_optimizer import OuterOptimizer
-from megatron.training.diloco.replica_store import GREETING, AuthenticatedChannel, read_secret, serve
-from megatron.training.diloco.replicas import Member, ReplicaError, Replicas, connect
 from megatron.training.failure_report import NonFiniteError
+from megatron.training.replicas import store as replica_store
+from megatron.training.replicas.members import Member, ReplicaError, Replicas, connect
+from megatron.training.replicas.store import GREETING, AuthenticatedChannel, read_secret, serve
 from tests.distributed.diloco_runs import (
     FP64,
     Killed,
@@ -451,7 +451,7 @@ def test_malformed_answers_of_a_server_end_in_sentences(answer: list[bytes], bef
                 connect(address, 5)
             return
         replicas = Replicas(connect(address, 5), 0, 1, 2, timeout=1)
-        with pytest.raises(ReplicaError, match="DiLoCo server"):
+        with pytest.raises(ReplicaError, match="replica server"):
             replicas._replace("key", "", "value")
 
 
@@ -619,7 +619,7 @@ def test_a_lost_server_ends_replicas_with_a_checkpoint_from_which_they_go_on(poo
     try:
         for outcome in all_of(server, 4, process.pid, 0.3):
             assert outcome.status == 1
-            assert "the DiLoCo server is gone" in outcome.err
+            assert "the replica server is gone" in outcome.err
         assert [saved_steps(tmp_path / name / "saved") for name in "ab"] == [[4], [4]]
     finally:
         process.kill()

@@ -51,7 +51,7 @@ LAZY = (
 
 COMMUNICATORS = (
     *(f"megatron.distributed.{part}" for part in ("comm", "mesh", "launch")),
-    "megatron.training.diloco.replicas",
+    "megatron.training.replicas.members",
 )
 """The modules that may touch torch.distributed: every communication is found, and mutated, there."""
 

@@ -238,10 +238,12 @@ class ConsoleLogger:
 
     def event(self, step: int, kind: str, fields: Metrics) -> None:
         """Print an event. Starts are in the summary of the run, and errors are printed when the process ends."""
-        if kind in ("note", "stop", "samples"):
+        if kind in ("note", "stop", "samples", "rewind"):
             print_line(fields["text"])
         elif kind in ("warning", "incident"):
             print_warning(fields["text"])
+        elif kind == "control":
+            (print_line if fields["done"] else print_warning)(fields["text"])
         elif kind == "start-up":
             print_line(startup_line(fields["phases"], fields["slowest"]))
             self._explains = True

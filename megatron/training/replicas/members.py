@@ -1,8 +1,9 @@
-"""Replicas of a DiLoCo run: how they find each other, agree on the members of an exchange, and survive each other.
+"""Replicas of a run: how they find each other, agree on the members of an exchange, and survive each other.
 
-A replica is a run of its own, with its own torch.distributed world. Replicas share nothing but a key-value store, which
-``tools/diloco_server.py`` hosts, so none of them is special. Rank r of a replica exchanges tensors with the ranks r of
-the others, in a group outside of its world.
+A replica is a run of its own, with its own torch.distributed world: of DiLoCo (`training/diloco`), or of elastic data
+parallelism (`training/elastic`). Replicas share nothing but a key-value store, which ``tools/diloco_server.py`` hosts,
+so none of them is special. Rank r of a replica exchanges tensors with the ranks r of the others, in a group outside of
+its world.
 
 Exchanges are attempts with consecutive numbers. In an attempt,
 
@@ -14,6 +15,9 @@ Exchanges are attempts with consecutive numbers. In an attempt,
 
 Nothing may be changed before a commit. After an abort the survivors make the next attempt. A replica that starts
 arrives at the next attempt whose members are not fixed.
+
+The members of a committed attempt may exchange again without another attempt (:meth:`Replicas.settle`): each further
+exchange has a decision of its own, and the first that is aborted ends the series.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -37,8 +42,8 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_json
 from megatron.config.text import counted, listed, printable
 from megatron.distributed.comm import CommMeter, Group
-from megatron.training.diloco.replica_store import GREETING, KEPT_ATTEMPTS, NONCE_BYTES, AuthenticatedChannel, body_size
-from megatron.training.diloco.replica_store import serve as serve
+from megatron.training.replicas.store import GREETING, KEPT_ATTEMPTS, NONCE_BYTES, AuthenticatedChannel, body_size
+from megatron.training.replicas.store import serve as serve
 
 T = TypeVar("T")
 
@@ -48,6 +53,12 @@ POLL_SECONDS = 0.02
 RANKS_PER_POLL = 64
 """Ranks of all replicas above which each of them looks less often."""
 
+BLOCKED_SECONDS = 0.1
+"""Time that a request may wait in the server: the other threads of the client wait as long."""
+
+WATCH_SECONDS = 0.2
+"""Time between two looks of a rank for a group that another rank has found broken."""
+
 BEATS_PER_TIMEOUT = 6
 """Heartbeats in the time after which a replica without one counts as dead."""
 
@@ -55,6 +66,11 @@ MAX_COUNT = 1 << 62
 """Above all numbers of rounds, steps and samples, and above digests."""
 
 MAX_ROUNDS = 1 << 40
+
+FINISHED = "finished"
+
+KNOCK = "knock"
+"""Key that is there while a replica waits to join, also for a moment afterwards."""
 
 NOT_FINITE = "not finite"
 """Decision on an attempt whose mean is of no use."""
@@ -67,17 +83,23 @@ class ReplicaError(RuntimeError):
     """This replica cannot continue: the server is gone, or the other replicas continued without it."""
 
 
+class ServerLostError(ReplicaError):
+    """The server is gone; the state of this replica is whole."""
+
+
 class OtherSecretError(OSError):
     """The server and this replica have different secrets."""
 
 
 class StoreClient(distributed_c10d.Store):
-    """A connection to a :class:`~megatron.training.diloco.replica_store.StoreServer`, also for gloo's rendezvous."""
+    """A connection to a :class:`~megatron.training.replicas.store.StoreServer`, also for gloo's rendezvous."""
 
     def __init__(self, host: str, port: int, timeout: float, secret: bytes = b"") -> None:
         """Connect; OSError if there is no server, or it has another secret. ``timeout`` is in seconds."""
         super().__init__()
         self._seconds, self._lock = timeout, threading.Lock()
+        # Polled while a key is awaited; True gives up, because its writer is gone.
+        self.given_up: Callable[[], bool] = lambda: False
         self._socket = socket.create_connection((host, port), timeout)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._file = self._socket.makefile("rb")
@@ -85,7 +107,7 @@ class StoreClient(distributed_c10d.Store):
         if not greeting:
             raise ConnectionResetError("it closed the connection, or has as many as it accepts")
         if not greeting.startswith(GREETING):
-            raise OSError("what answers is no DiLoCo server of this version")
+            raise OSError("what answers is no replica server of this version")
         mine = secrets.token_bytes(NONCE_BYTES)
         self._channel = AuthenticatedChannel(secret, greeting[len(GREETING) :] + mine, server=False)
         self._socket.sendall(mine)
@@ -120,9 +142,11 @@ class StoreClient(distributed_c10d.Store):
             case [b"none"] if not certain:
                 return []
             case [b"refused", reason]:
-                raise ReplicaError(f"the DiLoCo server refuses a request: {printable(reason.decode(errors='replace'))}")
+                raise ReplicaError(
+                    f"the replica server refuses a request: {printable(reason.decode(errors='replace'))}"
+                )
         raise ReplicaError(
-            f"what answers is no DiLoCo server of this version: it sent {counted(len(answer), 'field')} to a request "
+            f"what answers is no replica server of this version: it sent {counted(len(answer), 'field')} to a request "
             f"{fields[0].decode()}; start tools/diloco_server.py of the replicas' version, and all replicas again"
         )
 
@@ -133,8 +157,7 @@ class StoreClient(distributed_c10d.Store):
 
     def get(self, key: str) -> bytes:
         """Return a value, once it is there; raise DistStoreError after the timeout."""
-        self.wait([key])
-        return b"".join(self._request(b"get", key.encode(), values=1)[1:])
+        return self._await([key], self._seconds)[0]
 
     def check(self, keys: list[str]) -> bool:
         """Return True if all keys are there."""
@@ -142,12 +165,29 @@ class StoreClient(distributed_c10d.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there; raise DistStoreError after the timeout."""
-        seconds = self._seconds if timeout is None else timeout.total_seconds()
-        until = time.monotonic() + seconds
-        while not self.check(keys):
-            if time.monotonic() > until:
-                raise dist.DistStoreError(f"no {listed(keys)} after {seconds:g} seconds")
-            time.sleep(POLL_SECONDS)
+        self._await(keys, self._seconds if timeout is None else timeout.total_seconds())
+
+    def _await(self, keys: list[str], seconds: float) -> list[bytes]:
+        until, names = time.monotonic() + seconds, [key.encode() for key in keys]
+        while True:
+            left = until - time.monotonic()
+            pause = f"{1000 * max(0.0, min(left, BLOCKED_SECONDS)):.0f}".encode()
+            if found := self._request(b"wait", pause, *names, values=len(keys)):
+                return found[1:]
+            if left <= 0 or self.given_up():
+                raise dist.DistStoreError(f"no {listed(keys)} after {seconds - left:.3g} seconds")
+
+    def check_any(self, keys: list[str]) -> bool:
+        """Return True if any of the keys is there."""
+        return any(self.check([key]) for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which is 0 at first; return the sum."""
+        return int(self._request(b"add", key.encode(), str(amount).encode(), values=1)[1])
+
+    def bind(self, key: str) -> None:
+        """Let the server set a key when this connection ends."""
+        self._request(b"bind", key.encode(), certain=True)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
         """Set a value that is ``expected`` (empty for none), and return the one that is there then."""
@@ -164,7 +204,7 @@ class StoreClient(distributed_c10d.Store):
         self._seconds = timeout.total_seconds()
 
 
-def connect(server: str, timeout: float, secret: bytes = b"") -> distributed_c10d.Store:
+def connect(server: str, timeout: float, secret: bytes = b"", flags: str = "--diloco") -> distributed_c10d.Store:
     """Return a client of the store at ``HOST:PORT``.
 
     Raises:
@@ -179,11 +219,11 @@ def connect(server: str, timeout: float, secret: bytes = b"") -> distributed_c10
             if isinstance(error, ConnectionError) and time.monotonic() < until:
                 time.sleep(10 * POLL_SECONDS)  # it may be starting, or busy
                 continue
-            sentence = f"no DiLoCo server answers at {server}: {error}"
+            sentence = f"no replica server answers at {server}: {error}"
             start = f"python tools/diloco_server.py --port {port}"
             fix = start if host in ("127.0.0.1", "localhost") else f"{start} --host {host}"
             if isinstance(error, OtherSecretError):
-                fix = "--diloco-secret-file FILE, with the secret of the server"
+                fix = f"{flags}-secret-file FILE, with the secret of the server"
             raise UserError([Problem("E954", sentence, (fix,))]) from error
 
 
@@ -234,6 +274,9 @@ class Replicas:
         count: int,
         timeout: float,
         poll: float = POLL_SECONDS,
+        flags: str = "--diloco",
+        check: Callable[[Any], Mapping[str, Any]] = check_facts,
+        watched: bool = False,
     ) -> None:
         """Take part as rank ``rank`` of a replica of ``ranks``.
 
@@ -244,15 +287,21 @@ class Replicas:
             count: indices that replicas can have.
             timeout: seconds without a heartbeat after which a replica is dead; also of a transfer of one chunk.
             poll: seconds between two looks at the store.
+            flags: beginning of the options of these replicas, for errors.
+            check: returns the facts of a replica, or raises ValueError, TypeError or KeyError.
+            watched: all call :meth:`watch`, so that a replica is dead once a connection of it ends.
         """
         self.rank, self.ranks, self.count, self.timeout, self.poll = rank, ranks, count, timeout, poll
         self.leader = rank == 0
+        self._flags, self._check_facts = flags, check
         self.index, self.id = -1, ""
         self.meter = CommMeter()
-        # Number of the next attempt.
-        self.attempt = 0
+        # Number of the next attempt, and of the last one that was committed here.
+        self.attempt, self.series = 0, -1
+        self._watched = watched
         self._store = store
         self._group: tuple[tuple[Member, ...], Group] | None = None
+        self._opened = -1  # attempt in which the group was opened
         self._beats: dict[str, tuple[str, float]] = {}  # last heartbeat of a replica, and when it was new here
         self._stopped = threading.Event()
 
@@ -269,8 +318,8 @@ class Replicas:
         except ReplicaError:
             raise
         except RuntimeError as error:
-            raise ReplicaError(
-                "the DiLoCo server is gone: start it and all replicas again, which resume from their checkpoints "
+            raise ServerLostError(
+                "the replica server is gone: start it and all replicas again, which resume from their checkpoints "
                 f"({str(error).splitlines()[0]})"
             ) from error
 
@@ -292,11 +341,10 @@ class Replicas:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise self._malformed(key, error) from error
 
-    @staticmethod
-    def _malformed(key: object, error: Exception) -> ReplicaError:
+    def _malformed(self, key: object, error: Exception) -> ReplicaError:
         return ReplicaError(
-            f"the DiLoCo server's value {key} is not one that replicas write ({printable(str(error))[:200]}): another "
-            "program or version writes there; give this run a server of its own, with --diloco-secret-file"
+            f"the replica server's value {key} is not one that replicas write ({printable(str(error))[:200]}): another "
+            f"program or version writes there; give this run a server of its own, with {self._flags}-secret-file"
         )
 
     def _replace(self, key: str, before: str, after: str) -> bool:
@@ -340,8 +388,36 @@ class Replicas:
                     return index
             time.sleep(self.poll)
         which = f"replica {wanted} is alive" if required else f"all {self.count} replicas are alive"
-        fixes = ("drop --diloco-replica",) if required else (f"--diloco-replicas {self.count + 1} in all of them",)
+        more = f"{self._flags}-replicas {self.count + 1} in all of them"
+        fixes = (f"drop {self._flags}-replica",) if required else (more,)
         raise UserError([Problem("E956", f"this replica has no place: {which}", fixes)])
+
+    def watch(self) -> None:
+        """Let the replica count as dead once this process is gone, and watch the others; called after the claim."""
+        self._ask(self._store.bind, f"gone/{self.id}")
+        threading.Thread(target=self._watch, name="replica watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Close a group that another rank has found broken, which ends an exchange that this rank is blocked in.
+
+        The leader also looks at the heartbeats of the members, which end when their machine is lost.
+        """
+        while not self._stopped.wait(WATCH_SECONDS):
+            if (current := self._group) is None:
+                continue
+            try:
+                if self.leader and not all(map(self._is_alive, (member.id for member in current[0]))):
+                    self._ask(self._store.set, f"broken/{self._opened}", "1")
+                if self._ask(self._store.check, [f"broken/{self._opened}"]) and self._group is current:
+                    self._abort(current[1])
+            except ReplicaError:  # the main thread finds out
+                return
+
+    def break_group(self) -> None:
+        """Close the group after an error in it, on all ranks of all members."""
+        if self._group is not None:
+            self._ask(self._store.set, f"broken/{self._opened}", "1")
+        self.close_group()
 
     def leave(self) -> None:
         """Release the index, so that the other replicas do not wait for this one."""
@@ -349,6 +425,8 @@ class Replicas:
         self.close_group()
         if self.leader and self.index >= 0:
             with suppress(ReplicaError):
+                if self._watched:
+                    self._ask(self._store.set, f"gone/{self.id}", "1")
                 self._replace(f"holder/{self.index}", self.id, "")
 
     def _beat(self) -> None:
@@ -360,11 +438,17 @@ class Replicas:
             except ReplicaError:  # the next request of the main thread reports it
                 return
 
+    def is_member_alive(self, member: Member) -> bool:
+        """Return False if a member is gone, or silent; always True for this replica."""
+        return member.id == self.id or self._is_alive(member.id)
+
     def _is_alive(self, holder: str) -> bool:
         """Return False for a replica whose heartbeat has not changed for ``timeout``, as watched from here.
 
         Clocks of machines are not compared. A replica that is watched for the first time counts as alive.
         """
+        if self._watched and self._ask(self._store.check, [f"gone/{holder}"]):
+            return False
         beat, now = self._read(f"beat/{holder}"), time.monotonic()
         known = self._beats.get(holder)
         if known is None or known[0] != beat:
@@ -413,6 +497,8 @@ class Replicas:
             if facts["starting"] and self._ask(self._store.check, [f"stopped/{self.id}"]):
                 return None
             if self.leader:
+                if facts["starting"] and self._watched:
+                    self._ask(self._store.set, KNOCK, "1")
                 if facts["starting"] and stopped():
                     self._ask(self._store.set, f"stopped/{self.id}", "1")
                 if (found := self._arrived(began)) is not None and self._replace(key, "", json.dumps(found)):
@@ -423,7 +509,7 @@ class Replicas:
         return self._read_json(key, self._members)
 
     def _members(self, found: Any) -> list[Member]:
-        members = [Member(_count(index), str(holder), check_facts(facts)) for index, holder, facts in found]
+        members = [Member(_count(index), str(holder), self._check_facts(facts)) for index, holder, facts in found]
         indices = [member.index for member in members]
         if not members or indices != sorted({*indices}) or indices[-1] >= self.count:
             raise ValueError(f"indices {listed(indices)} of {self.count} replicas")
@@ -436,16 +522,22 @@ class Replicas:
         for index in range(self.count):
             holder = self._read(f"holder/{index}")
             if holder and self._ask(self._store.check, [f"{self.attempt}/arrived/{holder}"]):
-                facts = self._read_json(f"{self.attempt}/arrived/{holder}", check_facts)
+                facts = self._read_json(f"{self.attempt}/arrived/{holder}", self._check_facts)
                 found.append([index, holder, facts])
             elif holder and self._is_alive(holder):
                 missing.append(holder)
+        if any(facts.get("within_step") for _, _, facts in found):  # which a replica that starts cannot join
+            found = [each for each in found if not each[2]["starting"]]
+            missing = [holder for holder in missing if not self._is_starting(holder)]
         all_start = all(facts["starting"] for _, _, facts in found)
         if any(all_start or self._read(f"ready/{holder}") for holder in missing):
             return None
         if all_start and len(found) < self.count and time.monotonic() < began + self.timeout:
             return None
         return found
+
+    def _is_starting(self, holder: str) -> bool:
+        return not self._ask(self._store.check, [f"took part/{holder}"])
 
     def vote(self, members: Sequence[Member], valid: bool = True) -> None:
         """Vote for the attempt: this rank has all that it needs. If that is not ``valid``, all members end."""
@@ -476,10 +568,62 @@ class Replicas:
                 "other numbers, on a broken machine or in another version; start them again, without it"
             )
         committed = decision == "commit"
-        if not committed:
+        if committed:
+            self.series = self.attempt
+            if self._watched and self.leader:
+                self._ask(self._store.set, f"took part/{self.id}", "1")
+        else:
             self.close_group()
         self.attempt += 1
         return committed
+
+    # ---- Further exchanges of the members of an attempt
+
+    def settle(self, number: int, members: Sequence[Member], whole: bool) -> str:
+        """Decide on exchange ``number`` of the members of the last committed attempt; for the leader.
+
+        Args:
+            number: larger than those before.
+            members: of the attempt.
+            whole: all ranks of this replica have all that they need.
+
+        Returns:
+            ``commit``; ``open`` for a commit while another replica waits to join; ``abort``.
+        """
+        votes, key = f"{self.series}/votes/{number}", f"{self.series}/decision/{number}"
+        if not whole:
+            self._replace(key, "", "abort")
+        elif self._ask(self._store.add, votes, 1) == len(members):
+            self._replace(key, "", "open" if self._ask(self._store.check, [KNOCK]) else "commit")
+            for old in (f"{self.series}/votes/{number - 1}", f"{self.series}/decision/{number - 1}"):
+                self._ask(self._store.delete_key, old)  # all that vote now have read it
+        while True:
+            with suppress(dist.DistStoreError):
+                self._store.wait([key], timedelta(seconds=BLOCKED_SECONDS))
+                return self._read(key)
+            if not all(self._is_alive(member.id) for member in members if member.id != self.id):
+                self._replace(key, "", "abort")
+
+    def finish(self) -> None:
+        """Record that the last step of the run was taken, and saved."""
+        self._ask(self._store.set, FINISHED, "1")
+
+    def has_finished(self) -> bool:
+        """Return True if the last step of the run was taken, and saved."""
+        return bool(self._ask(self._store.check, [FINISHED]))
+
+    def wait_for_first(self, members: Sequence[Member]) -> int:
+        """Wait until the run has finished, or this replica is the first member left; return how many are left."""
+        left = [*members]
+        while left[0].id != self.id and not self.has_finished():
+            if not self._is_alive(left[0].id) and not self.has_finished():
+                left.pop(0)
+            time.sleep(self.poll)
+        return len(left)
+
+    def forget_knock(self) -> None:
+        """Forget that replicas wait to join; those that still do knock again."""
+        self._ask(self._store.delete_key, KNOCK)
 
     # ---- The group
 
@@ -498,7 +642,9 @@ class Replicas:
         if len(members) == 1:
             return Group(axes=AXES, meter=self.meter)
         prefix = distributed_c10d.PrefixStore(f"{self.attempt}/group/{self.rank}", self._store)
-        size = len(members)
+        self._opened, size = self.attempt, len(members)
+        if isinstance(self._store, StoreClient) and self._watched:
+            self._store.given_up = partial(self._store.check_any, [f"gone/{member.id}" for member in members])
         gloo = dist.ProcessGroup.BackendType.GLOO
         handle = dist.ProcessGroup(prefix, mine, size)
         backend = dist.ProcessGroupGloo(prefix, mine, size, timedelta(seconds=self.timeout))
@@ -518,4 +664,9 @@ class Replicas:
             handle = group[1].handle
             distributed_c10d._world.pg_map.pop(handle, None)
             distributed_c10d._world.pg_group_ranks.pop(handle, None)
-            handle.abort()
+            self._abort(group[1])
+
+    @staticmethod
+    def _abort(group: Group) -> None:
+        if group.handle is not None:
+            group.handle.abort()

@@ -1,4 +1,4 @@
-"""The key-value store through which the replicas of a DiLoCo run meet: its server, and the messages of both sides.
+"""The key-value store through which the replicas of a run meet: its server, and the messages of both sides.
 
 It replaces torch's TCPStore, which neither knows its clients nor limits what they store. Server and client prove to
 each other that they have the same secret: each message carries a MAC (HMAC-SHA256) under a key made of the secret and
@@ -17,12 +17,13 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import read_small
 from megatron.config.text import counted, echo, format_bytes, printable
 
-GREETING = b"megatron replica store 1\n"
+GREETING = b"megatron replica store 2\n"
 NONCE_BYTES = MAC_BYTES = 32
 
 SECRET_BYTES = 16
@@ -50,7 +51,7 @@ KEPT_ATTEMPTS = 100
 """Attempts whose keys are kept. No replica that counts as alive is so far behind."""
 
 
-def read_secret(path: str | None) -> bytes:
+def read_secret(path: str | None, flags: str = "--diloco") -> bytes:
     """Return the secret in a file, without white space around it; empty without a file.
 
     Raises:
@@ -63,7 +64,7 @@ def read_secret(path: str | None) -> bytes:
         if len(secret) < SECRET_BYTES:
             raise ValueError(f"a secret has at least {SECRET_BYTES} characters, and this one has {len(secret)}")
     except (OSError, ValueError) as error:
-        sentence = f"--diloco-secret-file {path}: {getattr(error, 'strerror', None) or error}"
+        sentence = f"{flags}-secret-file {path}: {getattr(error, 'strerror', None) or error}"
         make = f"(umask 077 && openssl rand -hex 32 > {shlex.quote(path)})"
         raise UserError([Problem("E957", sentence, (make,))]) from error
     return secret
@@ -135,19 +136,26 @@ class StoreServer:
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # connections that have proved nothing, oldest first
         self._arriving = 0  # bytes of messages that are being received
         self._noted: Counter[str] = Counter()
+        self._waiting: list[tuple[list[bytes], asyncio.Future[None]]] = []  # keys that a client waits for
 
     def start(self, listener: socket.socket) -> None:
         """Serve in a thread of its own."""
 
         async def run() -> None:
             server = await asyncio.start_server(self._serve, sock=listener)
+            self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
             async with server:
-                await server.serve_forever()
+                await self._ended.wait()
 
-        threading.Thread(target=lambda: asyncio.run(run()), name="DiLoCo store", daemon=True).start()
+        threading.Thread(target=lambda: asyncio.run(run()), name="replica store", daemon=True).start()
+
+    def stop(self) -> None:
+        """Close all connections, and listen no more."""
+        self._loop.call_soon_threadsafe(self._ended.set)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host = str(writer.get_extra_info("peername")[0])
+        bound: list[bytes] = []  # keys to set when the connection ends
         self._connections += 1
         try:
             if self._connections > self._limit:
@@ -170,6 +178,9 @@ class StoreServer:
                 fields = channel.open(body)
                 limit, patience = MESSAGE_BYTES, None
                 self._strangers.pop(writer, None)
+                if fields[:1] == [b"wait"]:
+                    await self._wait(fields[2:], float(fields[1]) / 1000)
+                bound += fields[1:] if fields[:1] == [b"bind"] else []
                 writer.write(channel.seal(self._answer(host, fields)))
                 await writer.drain()
         except ValueError as error:
@@ -181,7 +192,21 @@ class StoreServer:
         finally:
             self._connections -= 1
             self._strangers.pop(writer, None)
+            for key in bound:
+                self._store(host, key, b"1")
             writer.close()
+
+    async def _wait(self, keys: list[bytes], seconds: float) -> None:
+        """Return when all keys are there, or after ``seconds``."""
+        if all(key in self._values for key in keys):
+            return
+        entry = keys, asyncio.get_running_loop().create_future()
+        self._waiting.append(entry)
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(entry[1], seconds)
+        finally:
+            self._waiting.remove(entry)
 
     async def _receive(self, reader: asyncio.StreamReader, size: int) -> bytes:
         """Return the body of a message; raise ValueError if too many are received at once."""
@@ -203,27 +228,38 @@ class StoreServer:
         """Return the answer to a request: ``ok`` and values, ``none``, or ``refused`` and a sentence."""
         try:
             match fields:
-                case [b"hello"]:
+                case [b"hello"] | [b"bind", _]:
                     return [b"ok"]
                 case [b"get", key]:
                     return [b"ok", self._values[key]] if key in self._values else [b"none"]
                 case [b"check", *keys]:
                     return [b"ok" if all(key in self._values for key in keys) else b"none"]
-                case [b"set", key, value]:
-                    self._store(host, key, value)
-                    return [b"ok"]
-                case [b"compare_set", key, expected, value]:
-                    if self._values.get(key, b"") == expected:
-                        self._store(host, key, value)
-                    return [b"ok", self._values.get(key, expected)]
-                case [b"delete", key]:
-                    found = key in self._values
-                    self._forget([key])
-                    return [b"ok" if found else b"none"]
-            raise ValueError("it sent an unknown request")
+                case [b"wait", _, *keys]:
+                    found = [self._values[key] for key in keys if key in self._values]
+                    return [b"ok", *found] if len(found) == len(keys) else [b"none"]
+            return self._change(host, fields)
         except ValueError as error:
             self._note(host, f"refused a request: {error}")
             return [b"refused", str(error).encode()]
+
+    def _change(self, host: str, fields: list[bytes]) -> list[bytes]:
+        """Answer a request that changes a value; raise ValueError if it is refused."""
+        match fields:
+            case [b"set", key, value]:
+                self._store(host, key, value)
+                return [b"ok"]
+            case [b"compare_set", key, expected, value]:
+                if self._values.get(key, b"") == expected:
+                    self._store(host, key, value)
+                return [b"ok", self._values.get(key, expected)]
+            case [b"add", key, amount]:
+                self._store(host, key, str(int(self._values.get(key, b"0")) + int(amount)).encode())
+                return [b"ok", self._values[key]]
+            case [b"delete", key]:
+                was_there = key in self._values
+                self._forget([key])
+                return [b"ok" if was_there else b"none"]
+        raise ValueError("it sent an unknown request")
 
     def _store(self, host: str, key: bytes, value: bytes) -> None:
         """Keep a value; raise ValueError above a limit."""
@@ -241,6 +277,9 @@ class StoreServer:
         self._forget([key])
         self._values[key], self._writers[key] = value, host
         self._bytes[host] += size
+        for keys, future in self._waiting:
+            if key in keys and not future.done() and all(each in self._values for each in keys):
+                future.set_result(None)
         if key == b"latest" and value.isdigit():
             oldest = int(value[:20]) - KEPT_ATTEMPTS
             attempts = ((old.partition(b"/")[0], old) for old in self._values)
