@@ -143,7 +143,7 @@ def _restarts(record: RunRecord) -> Iterator[Happening]:
             name = start.facts.get("phase")
             if name != before.facts.get("phase"):
                 yield Happening(start.time, start.iteration, start.tokens, "phase", f"phase {name} begins")
-            else:
+            elif before.ending != "rewind":
                 ranks = start.facts.get("world-size")
                 text = f"started again on {counted(ranks, 'rank') if isinstance(ranks, int) else 'ranks'}"
                 if highest > start.iteration:
