@@ -110,6 +110,9 @@ EXPECTED_ERRORS = (
 )
 """Errors whose text is complete; others are printed with their traceback."""
 
+ALERT_KINDS = (StalledError, "hang"), (CorruptionError, "corruption"), (NonFiniteError, "nonfinite")
+"""Errors that are alerts of the kind of their incident, of which only one is sent."""
+
 LOST_CONTACT = (
     "lost contact with another rank: it was killed, ran out of memory, or did not respond within "
     "--distributed-timeout-minutes; see the launcher's output for the cause"
@@ -148,8 +151,9 @@ def report_failure(
             echo(redact(more), file=sys.stderr, flush=True)
         if launch.world_size > 1 and (after := consequences(error, launch.world_size, host_name(os.environ))):
             echo(after, file=sys.stderr, flush=True)
-        send_alert(FAILURE, f"{rank}: {describe_error(error)}")
         mark_reported()
+        kind = next((kind for known, kind in ALERT_KINDS if isinstance(error, known)), FAILURE)
+        send_alert(kind, f"{rank}: {describe_error(error)}")
     finally:
         end_stuck_peers()
         if in_main:
