@@ -1,8 +1,9 @@
 """Bits that flip in runs of many layouts, and what ``--replay-check`` finds.
 
-``python -m tests.distributed.corruption`` is the long form. A callback of a run plants them: in outputs of modules, in gradients of them, in local and in reduced gradients, in
-weights and moments between and after updates, and in weights that other ranks own. With ``--on-corruption report`` a
-run goes on, so that one run has many faults and many clean checks.
+``python -m tests.distributed.corruption`` is the long form. A callback of a run plants them: in outputs of modules, in
+gradients of them, in local and in reduced gradients, in weights and moments between and after updates, and in weights
+that other ranks own. With ``--on-corruption report`` a run goes on, so that one run has many faults and many clean
+checks.
 """
 
 from __future__ import annotations
