@@ -74,7 +74,7 @@ EVENTS: dict[str, Callable[[Trainer], None]] = {
 
 def run_rank(rank: int, world_size: int, config: RunConfig, place: str) -> int | None:
     event = before_step(1, EVENTS[place]) if rank == SLOW else None
-    with patch.dict(os.environ, {"SLURMD_NODENAME": f"node{rank // 2}"}):
+    with patch.dict(os.environ, {"SLURMD_NODENAME": f"node{rank}"}):
         return start(config, event, rank, world_size).status
 
 
@@ -93,7 +93,7 @@ def test_a_slow_rank_is_named_with_its_machine_and_phase(pool: Pool, tmp_path: P
     events = [line for line in records(tmp_path, "text") if "slowest ranks in steps" in line["text"]]
     assert [event["event"] for event in events] == ["note", "note", "warning"]
     for event, first in zip(events, (1, 3, 5)):
-        assert event["text"].startswith(f"slowest ranks in steps {first} to {first + 1}: rank {SLOW} on node1 +")
+        assert event["text"].startswith(f"slowest ranks in steps {first} to {first + 1}: rank {SLOW} on node2 +")
     assert f"% in {place} (for 3 reports)" in events[-1]["text"]
 
 
