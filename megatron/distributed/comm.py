@@ -164,7 +164,7 @@ class Group:
         """True if NCCL communicates."""
         return self.size > 1 and dist.get_backend(self.handle) == "nccl"
 
-    def blocked(self, out: Tensor, call: Call) -> AbstractContextManager[None]:
+    def blocked(self, out: Tensor, call: Call = NO_CALL) -> AbstractContextManager[None]:
         """Count the time inside as blocked on the other ranks, on the device of ``out``; also a range in profiles.
 
         Args:
@@ -203,7 +203,7 @@ class Channel:
     # In the place of this process.
     row: int = field(default=UNTRACKED, compare=False, repr=False)
 
-    def blocked(self, out: Tensor, call: Call) -> AbstractContextManager[None]:
+    def blocked(self, out: Tensor, call: Call = NO_CALL) -> AbstractContextManager[None]:
         """Count the time inside as blocked on the peer; see :meth:`Group.blocked`."""
         return profiler_range(
             COMMUNICATION_PREFIX + BUBBLE, _Wait(self, self.meter.span(BUBBLE, out.is_cuda), call, out)

@@ -26,6 +26,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -188,6 +189,10 @@ def describe_error(error: BaseException) -> str:
     return redact(text)
 
 
+TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
+"""In errors of collectives that have waited for the whole timeout."""
+
+
 def stall_behind(error: BaseException) -> Stall | None:
     """Return the stall, or the end of a rank, that made torch.distributed raise ``error``; None if unknown."""
     if isinstance(error, StalledError):
@@ -195,7 +200,10 @@ def stall_behind(error: BaseException) -> Stall | None:
     if not is_peer_lost(error) or not is_distributed_initialized():
         return None
     launch = Launch.read(os.environ)
-    return current_stall(world_group(launch.rank, launch.world_size))
+    stall = current_stall(world_group(launch.rank, launch.world_size))
+    if stall is not None and {*stall.culprits} - stall.places.keys() and not TIMED_OUT.search(str(error)):
+        return replace(stall, lost=True)  # it has ended, on another machine
+    return stall
 
 
 def lost_contact(error: BaseException) -> str:

@@ -250,8 +250,8 @@ def scan_samples(trainer: Trainer, batches: Sequence[MicroBatch], module: str) -
             new = SampleSize(sample, rank, i, *map(float, texts))
             old = found.get(sample, new)
             pairs = zip(old[3:], new[3:])  # only the ranks that hold the module, or the loss, have more than 0
-            loss, output, gradient = (math.nan if math.isnan(a + b) else max(a, b) for a, b in pairs)
-            found[sample] = SampleSize(sample, rank, i, loss, output, gradient)
+            largest = [math.nan if math.isnan(a + b) else max(a, b) for a, b in pairs]
+            found[sample] = SampleSize(sample, rank, i, *largest)
     return [found[sample] for sample in sorted(found)]
 
 

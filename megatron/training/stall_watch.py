@@ -147,6 +147,7 @@ class StallWatch:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         if failed:
             PLACE.slots[FAILED] = time.monotonic_ns()
+            self.answer()
         else:
             PLACE.slots[LEFT] = 1
 

@@ -171,7 +171,7 @@ class Ended:
     def problems(self, name: str, culprit: int, timeout: float) -> list[str]:
         """Return what is wrong with it."""
         case, found = CASES[name], []
-        reports = re.findall(r"^error on rank (\d+): ", self.printed, re.MULTILINE)
+        reports = re.findall(r"^error on rank \d+.*: ", self.printed, re.MULTILINE)
         if len(reports) != 1:
             found.append(f"{len(reports)} reports")
         if not re.search(rf"rank {culprit}(?: on node\d+)?{case.place}", self.printed):
