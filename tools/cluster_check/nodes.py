@@ -123,13 +123,14 @@ def examine_job(
         return 1
     world = world_group(launch.rank, launch.world_size)
     first = launch.local_rank == 0
-    mine = RankRecord(
-        host,
-        launch.local_rank,
-        [finding.to_json() for finding in own] if first else None,
-        machine_facts(device.type, environ) if first else None,
-    )
-    records = [RankRecord(*each) for each in comm.all_gather_objects(list(mine), world)]
+    mine = {
+        "host": host,
+        "local_rank": launch.local_rank,
+        "findings": [finding.to_json() for finding in own] if first else None,
+        "facts": machine_facts(device.type, environ) if first else None,
+    }
+    gathered: list[dict[str, Any]] = comm.all_gather_objects(mine, world)
+    records = [RankRecord(**each) for each in gathered]
     speeds = [Speed(*each) for each in comm.all_gather_objects(list(measure_speed(world, device)), world)]
     clocks = comm.all_gather_objects(time.time(), world)  # at most as far apart as the ranks leave the last gathering
     pairs = [*measure_pairs(world, min(map(len, ranks_by_host(records).values())), device)]
@@ -230,9 +231,7 @@ def slow_ranks(hosts: Sequence[str], speeds: Sequence[Speed], least: float) -> I
             yield Finding(GROUP, "slow node", BAD, sentence, todo, {"node": host, "lacks": lacks, "of": kind})
         for host, own in ranks.items():
             for rank, lacks in outliers({rank: rates[rank] for rank in own}, least).items():
-                sentence = (
-                    f"rank {rank} ({host}, place {own.index(rank)}) {what} {lacks:.0%} slower than its node's others"
-                )
+                sentence = f"rank {rank}, {own.index(rank)} on {host}, {what} {lacks:.0%} slower than the others there"
                 todo = f"`python tools/doctor.py` on {host}: its GPU or cores are throttled, shared or bound wrongly"
                 facts = {"rank": rank, "node": host, "lacks": lacks, "of": kind}
                 yield Finding(GROUP, "slow rank", BAD, sentence, todo, facts)

@@ -109,23 +109,13 @@ def report_findings(report: str) -> Iterator[Finding]:
 
 
 def _summary(index: int, gpu: Element) -> Finding:
-    power = _power(gpu)
-    facts = {
-        "name": _text(gpu, "product_name"),
-        "uuid": _text(gpu, "uuid"),
-        "serial": _text(gpu, "serial"),
-        "celsius": _number(gpu, "temperature/gpu_temp"),
-        "watts": power[0],
-        "watts_limit": power[1],
-        "sm_mhz": _number(gpu, "clocks/sm_clock"),
-        "sm_mhz_max": _number(gpu, "max_clocks/sm_clock"),
-        "mib_used": _number(gpu, "fb_memory_usage/used"),
-        "mib": _number(gpu, "fb_memory_usage/total"),
-    }
-    sentence = (
-        f"{facts['name']}: {_of(facts['mib_used'], facts['mib'])} MiB, {_of(facts['sm_mhz'], facts['sm_mhz_max'])} "
-        f"MHz, {_of(*power)} W, {_of(facts['celsius'])} C"
-    )
+    draw, limit = _power(gpu)
+    used, whole = (_number(gpu, f"fb_memory_usage/{of}") for of in ("used", "total"))
+    clock, fastest = (_number(gpu, f"{of}/sm_clock") for of in ("clocks", "max_clocks"))
+    celsius, name = _number(gpu, "temperature/gpu_temp"), _text(gpu, "product_name")
+    sentence = f"{name}: {_of(used, whole)} MiB, {_of(clock, fastest)} MHz, {_of(draw, limit)} W, {_of(celsius)} C"
+    facts = {"name": name, "uuid": _text(gpu, "uuid"), "serial": _text(gpu, "serial"), "celsius": celsius}
+    facts |= {"watts": draw, "watts_limit": limit, "mhz": clock, "mhz_max": fastest, "mib_used": used, "mib": whole}
     return Finding(GROUP, f"GPU {index}", OK, sentence, facts=facts)
 
 

@@ -45,6 +45,7 @@ MAX_ROWS = 300
 
 MAX_TEXT = 2_000  # characters of a text
 NOT_MEASURED = "not measured"
+STRIPED = ("unrecorded", "waiting", "bubble", "data")  # parts of bars on which no word can be read
 HEAT_LEVELS = (0, 25, 50, 75, 90, 110, 150, 200, 400)
 """Lower ends of the colours of a heat map, in percent of the mean load; 0 stands for an idle expert alone."""
 
@@ -64,10 +65,14 @@ class PageOptions:
 
 def report_page(record: RunRecord, options: PageOptions, now: float | None = None) -> str:
     """Return the page of a run."""
-    body = ['<main id="report">', report_body(record, options, now), "</main>"]
+    return page_around(report_body(record, options, now), run_name(record))
+
+
+def page_around(body: str, title: str) -> str:
+    """Return the page with a body of :func:`report_body`."""
     here = Path(__file__)
     style, script = (here.with_name(f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    return "\n".join(document(run_name(record), body, style, script)) + "\n"
+    return "\n".join(document(title, ['<main id="report">', body, "</main>"], style, script)) + "\n"
 
 
 def run_name(record: RunRecord) -> str:
@@ -86,8 +91,7 @@ def report_body(record: RunRecord, options: PageOptions, now: float | None = Non
         *_header(record, options, hours, planned, time.time() if now is None else now),
         *_charts(record, options, book, found),
         *_hours(hours),
-        *_speed(record, book),
-        *_costs(record, options, hours),
+        *_speed(record, book, options, hours),
         *_experts(record),
         *_data(record, options),
         *_checkpoints(record),
@@ -196,13 +200,14 @@ def _charts(record: RunRecord, options: PageOptions, book: ChartBook, found: Seq
         yield "</table></div></details>"
 
 
-def _speed(record: RunRecord, book: ChartBook) -> Iterator[str]:
+def _speed(record: RunRecord, book: ChartBook, options: PageOptions, hours: RunHours) -> Iterator[str]:
     charts = [line for chart in speed_charts(record) for line in book.draw(chart)]
-    if not charts:
-        return
-    yield '<section><h2>Speed and memory</h2><div class="charts">'
-    yield from charts
-    yield '</div></section><div class="columns">'
+    if charts:
+        yield '<section><h2>Speed and memory</h2><div class="charts">'
+        yield from charts
+        yield "</div></section>"
+    yield '<div class="columns">'
+    yield from _costs(record, options, hours)
     yield from section("Slowest ranks", slow_ranks(record))
     yield from section("Forecast of the planner", forecast_rows(record))
     yield "</div>"
@@ -237,7 +242,7 @@ def _bar(parts: Mapping[str, float], total: float, order: Sequence[str]) -> Iter
     for name in order:
         share = 100 * parts[name] / total
         if share:
-            text = name if share > 9 else ""
+            text = name if share > 9 and name not in STRIPED else ""
             title = f"{name}: {duration(parts[name])}, {share:.2f}%"
             yield f'<i class="part {name}" style="width:{share:.4f}%" title="{title}"><span>{text}</span></i>'
     yield '</div><p class="marks">'

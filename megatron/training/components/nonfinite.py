@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class NonFiniteCheck(StepCheck):
         """
         if values:
             sentence = f"the loss or gradient of step {batches[0].step + 1} is not finite"
-            explain = lambda: explain_nonfinite(self._trainer, batches)  # noqa: E731
+            explain = partial(explain_nonfinite, self._trainer, batches)
             sentence = act_on_step(
                 self, self._trainer, "nonfinite", batches, self._policy, sentence, explain=explain, intact=not self.late
             )
