@@ -132,7 +132,7 @@ class StallWatch:
         if not self._has_stacks:
             write_stacks()
         publish_place(self._world.rank, {**PLACE.read(), "stacks": own_stacks()})
-        answering = [rank for rank, peer in PLACE.peers.items() if not obstacle(peer.read(), self._timeout)]
+        answering = [rank for rank, peer in PLACE.peers.items() if not obstacle(peer.read(), PLACE.timeout)]
         if self._world.rank < min(answering, default=self._world.size):
             for rank in PLACE.peers.keys() - {*answering}:
                 publish_place(rank, peer_place(rank))
