@@ -283,7 +283,7 @@ def decode(record: bytes) -> dict[str, Any]:
     for row in range(HEADER + ROW, HEADER + min(slots[ROWS], MAX_ROWS) * ROW, ROW):
         calls, awaited = slots[row + CALLS], slots[row + AWAITED]
         last = {}
-        for number in range(max(1, calls - RING + 1), calls + 1):
+        for number in range(max(1, calls - RING + 2), calls + 1):  # the oldest may be overwritten meanwhile
             at = row + ROW_HEADER + number % RING * ENTRY
             last[str(number)] = {**_call(_text(record, slots[at]), slots[at + 1]), "signature": slots[at + 2]}
         waiting = None

@@ -48,6 +48,9 @@ REARM_SECONDS = 5.0
 COMPARE_SECONDS = 2.0
 """Seconds between two comparisons of collectives with those of a neighbour."""
 
+MIN_SUSPECTS = 4
+"""Comparisons in a row that find a difference, because a neighbour may write its record while it is read."""
+
 NO_RAISE_SECONDS = 3.0
 """Seconds after the timeout in which a collective of gloo has raised."""
 
@@ -113,7 +116,7 @@ class StallWatch:
         return current_stall(self._world) if self._differs() else None
 
     def _differs(self) -> bool:
-        """Return True if collectives differ from those of the next rank of this machine, in two comparisons."""
+        """Return True if collectives differ from those of the next rank of this machine, in several comparisons."""
         if not PLACE.peers or time.monotonic() < self._compared + COMPARE_SECONDS:
             return False
         next_rank = min(PLACE.peers, key=lambda rank: (rank < self._world.rank, rank))
@@ -121,8 +124,8 @@ class StallWatch:
         if find_mismatch(places) is None:
             self._suspects, self._compared = 0, time.monotonic()
             return False
-        self._suspects += 1  # the neighbour may have been writing
-        return self._suspects > 1
+        self._suspects += 1
+        return self._suspects >= MIN_SUSPECTS
 
     def answer(self) -> None:
         """Publish this rank's place, and those of ranks of this machine that cannot, for ranks of other machines."""
