@@ -44,6 +44,9 @@ UNTRACKED = HEADER
 BACKGROUND = "background"
 """Axes of groups that other threads than the main one use."""
 
+FINISHING_SAVE = "finishing a save"
+"""Phase of a rank that has failed, and still waits for a save in progress."""
+
 UNNUMBERED = -1
 """Number of an awaited call that is not counted: exchanges, of which ranks may start different numbers."""
 

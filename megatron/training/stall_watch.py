@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import publish_text, read_texts, write_flight_record
-from megatron.distributed.places import BEAT, FAILED, LEFT, PLACE, REPORTED, read_all
+from megatron.distributed.places import BEAT, FAILED, FINISHING_SAVE, LEFT, PHASE, PLACE, REPORTED, read_all
 from megatron.training.incidents import Incident, record_incident
 from megatron.training.stalls import (
     Stall,
@@ -81,7 +81,9 @@ class StallWatch:
 
     @property
     def still(self) -> float:
-        """Seconds without progress."""
+        """Seconds without progress; 0 while a rank that has failed waits for a save in progress."""
+        if PLACE.slots[PHASE] == PLACE.text(FINISHING_SAVE):
+            return 0.0
         return time.monotonic() - self._since
 
     def poll(self) -> None:
