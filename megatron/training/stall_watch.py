@@ -29,7 +29,6 @@ from megatron.training.stalls import (
     explain_stall,
     find_mismatch,
     incident_facts,
-    is_ended,
     obstacle,
 )
 
@@ -184,7 +183,7 @@ def peer_place(rank: int) -> dict[str, Any]:
 
 def is_peer_failed() -> bool:
     """Return True if another rank of this machine has failed, or has ended without leaving the run."""
-    return any(peer.slot(FAILED) or is_ended(peer.read()) for peer in PLACE.peers.values())
+    return any(peer.slot(FAILED) or not (peer.slot(LEFT) or peer.state()) for peer in PLACE.peers.values())
 
 
 def gather_places(world: Group) -> dict[int, dict[str, Any]]:
