@@ -23,7 +23,7 @@ from megatron.distributed.comm import Group
 from megatron.distributed.launch import publish_text, read_texts, write_flight_record
 from megatron.distributed.places import BEAT, FAILED, FINISHING_SAVE, LEFT, PHASE, PLACE, REPORTED, read_all
 from megatron.training.incidents import Incident, record_incident
-from megatron.training.stalls import (
+from megatron.training.stalls import (, short_place
     Stall,
     awaited_call,
     explain_stall,
