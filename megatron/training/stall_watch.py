@@ -23,13 +23,14 @@ from megatron.distributed.comm import Group
 from megatron.distributed.launch import publish_text, read_texts, write_flight_record
 from megatron.distributed.places import BEAT, FAILED, FINISHING_SAVE, LEFT, PHASE, PLACE, REPORTED, read_all
 from megatron.training.incidents import Incident, record_incident
-from megatron.training.stalls import (, short_place
+from megatron.training.stalls import (
     Stall,
     awaited_call,
     explain_stall,
     find_mismatch,
     incident_facts,
     obstacle,
+    short_place,
 )
 
 DUMP_FRACTION = 0.9
