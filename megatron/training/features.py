@@ -27,6 +27,7 @@ from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.components.optimizer_state import OptimizerState
 from megatron.training.components.passed_steps import PassedSteps
 from megatron.training.components.power import PowerMeter
+from megatron.training.components.slow_ranks import SlowRanks
 from megatron.training.components.source_losses import SourceLosses
 from megatron.training.components.spikes import SpikeCheck, SpikeGuard
 from megatron.training.components.state_checksums import StateChecksums
@@ -67,6 +68,7 @@ FEATURES: Sequence[Feature] = (
     Diloco,
     ExpertReport,
     SourceLosses,
+    SlowRanks,
 )
 """Features with state, or which act around a step, in the order in which they act."""
 
