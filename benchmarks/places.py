@@ -54,6 +54,7 @@ def parts() -> dict[str, Callable[[], object]]:
     """Return what is done for a call, a wait, a phase, an action of the pipeline, and by the watchdog."""
     x, row, group = torch.zeros(1), PLACE.new_row("dp", range(RANKS)), Group()
     timers, number = Timers(0, torch.device("cpu")), Action(0, "F", 1).to_number()
+    PLACE.timeout = 600.0
     watch = StallWatch(group)
 
     def wait() -> None:
@@ -110,6 +111,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             seconds.append(time.thread_time() - start)
     counts["action of the pipeline"] = 4
     prices = {name: price(act, args.calls, args.repeats) for name, act in parts().items()}
+    PLACE.reset()
     added = sum(counts[name] * median for name, (median, *_) in prices.items())
     milliseconds = statistics.median(seconds) * 1e3
     return {

@@ -156,8 +156,8 @@ class RunRecord:
 
     def _add_training(self, number: int, iteration: int, line: Mapping[str, Any]) -> None:
         tokens = float(line["consumed-tokens"])
-        for name in line.keys() - self.columns.keys():
-            if is_column(name) and len(self.columns) < MAX_COLUMNS:
+        for name in line:
+            if name not in self.columns and is_column(name) and len(self.columns) < MAX_COLUMNS:
                 self.columns[name] = array("d", [math.nan]) * self.lines
         for name, column in self.columns.items():
             value: Any = line.get(name)

@@ -81,7 +81,7 @@ def test_a_copied_run_is_found_with_its_checkpoints_and_a_healthy_step_is_equal(
         (("--step", "0"), "steps are counted from 1"),
         (("--step", "5", "--checkpoint", "nowhere"), "no checkpoint before step 5"),
         (("--step", "5", "--set", "data.sed=3"), "there is no option"),
-        (("--step", "5", "--set", "training.seed=3"), "E"),
+        (("--step", "4", "--module", "layers.7.mlp", "--samples"), "the model has no module layers.7.mlp"),
     ],
 )
 def test_what_cannot_be_taken_again_ends_with_status_2(
