@@ -22,7 +22,7 @@ from megatron.training.rank_log import claim_first_failure, crashed_ranks, write
 LOST_COUNT, OTHER_COUNT = "failures: lost contact", "failures: errors of their own"
 """Keys of the store, which count the ranks that failed after the first one."""
 
-QUIET_SECONDS, COUNT_SECONDS = 0.3, 2.0
+QUIET_SECONDS, COUNT_SECONDS = 1.0, 3.0
 """Seconds without a further failure after which the first rank stops to count, and seconds that it counts at most."""
 
 DISK_SECONDS = 5.0
