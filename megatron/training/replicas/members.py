@@ -394,7 +394,8 @@ class Replicas:
 
     def watch(self) -> None:
         """Let the replica count as dead once this process is gone, and watch the others; called after the claim."""
-        self._ask(self._store.bind, f"gone/{self.id}")
+        if isinstance(self._store, StoreClient):
+            self._ask(self._store.bind, f"gone/{self.id}")
         threading.Thread(target=self._watch, name="replica watch", daemon=True).start()
 
     def _watch(self) -> None:
@@ -494,6 +495,8 @@ class Replicas:
         if self.leader:
             self._ask(self._store.set, f"{self.attempt}/arrived/{self.id}", json.dumps(dict(facts)))
         while not self._ask(self._store.check, [key]):
+            if self._watched and self._ask(self._store.check, [f"gone/{self.id}"]):
+                raise ReplicaError("a rank of this replica is gone, or has lost its connection to the server")
             if facts["starting"] and self._ask(self._store.check, [f"stopped/{self.id}"]):
                 return None
             if self.leader:
