@@ -1,4 +1,4 @@
-"""Generate docs/flags.md and the tables of metrics in docs/operations.md: ``python tools/generate_docs.py``."""
+"""Generate docs/flags.md and the tables of metrics in docs/logs.md: ``python tools/generate_docs.py``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megatron.training.loggers.feature_metrics import DILOCO_METRICS, EXPERT_MET
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "docs" / "flags.md"
-OPERATIONS = ROOT / "docs" / "operations.md"
+LOGS = ROOT / "docs" / "logs.md"
 BEGIN, END = "<!-- written by tools/generate_docs.py -->\n", "<!-- end -->\n"
-"""Lines around the generated part of docs/operations.md."""
+"""Lines around the generated part of docs/logs.md."""
 INTRODUCTION = """# Flags
 
 Written by `python tools/generate_docs.py` from the classes in `megatron/config/`; a test keeps it up to date.
@@ -36,7 +36,7 @@ Sources of options, from lowest to highest priority: the defaults below, the mod
 `--check-config [--world-size N]` checks the configuration without a GPU and without importing torch. It prints a
 summary of the run, the data it would read, and the checkpoint it would start from. `--help` shows the flags that most
 runs use, `--help SECTION` those of a section below, `--help-all` all of them. `--fake-world --world-size N
-[--fake-rank R]` also [builds one rank of it](operations.md#a-large-run-tried-on-one-machine).
+[--fake-rank R]` also [builds one rank of it](layouts.md#a-large-run-tried-on-one-machine).
 Booleans take `--x` and `--no-x`. Flags cannot be abbreviated.
 """
 
@@ -140,8 +140,8 @@ def _applied(flags: ForeignFlags) -> Iterator[str]:
             yield _row(f"`{each.flag} {theirs}`", f"`{each.flag} {ours}`")
 
 
-def operations_page(text: str) -> str:
-    """Return the text of docs/operations.md with the tables of metrics and timers as in the code."""
+def logs_page(text: str) -> str:
+    """Return the text of docs/logs.md with the tables of metrics and timers as in the code."""
     from megatron.distributed.timing import PHASES  # imports torch
 
     before, rest = text.split(BEGIN)
@@ -173,12 +173,12 @@ def _row(*cells: object) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Write the pages and return the exit status."""
-    pages = "docs/flags.md and the tables of docs/operations.md"
+    pages = "docs/flags.md and the tables of docs/logs.md"
     parser = argparse.ArgumentParser("generate_docs.py", description=f"Write {pages} from the code. No options.")
     parser.parse_args(argv)
     FLAGS.write_text(flags_page())
-    OPERATIONS.write_text(operations_page(OPERATIONS.read_text()))
-    print(FLAGS.relative_to(ROOT), OPERATIONS.relative_to(ROOT), sep="\n")
+    LOGS.write_text(logs_page(LOGS.read_text()))
+    print(FLAGS.relative_to(ROOT), LOGS.relative_to(ROOT), sep="\n")
     return 0
 
 

@@ -9,14 +9,10 @@ every parameter's gradient. The first parameter that differs is reported.
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import socket
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +22,6 @@ from megatron.arguments.cli import parse
 from megatron.config.errors import Problem, UserError
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.plugins import load_plugins
 from megatron.config.run import RunConfig
 from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
@@ -34,6 +29,7 @@ from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
 from megatron.layers.parameters import num_parameters
 from megatron.pipeline.plan import AUTO, SCHEDULE_SUFFIX, schedule_name, stage_layers
+from tools.lib.ranks import run_ranks
 
 if TYPE_CHECKING:
     from tools.lib.verify_parallel import RankTrace, StepDeviation
@@ -258,36 +254,18 @@ def describe_difference(bad: Sequence[StepDeviation], drifted: Sequence[str], to
 
 def run_processes(config: RunConfig, world_size: int, steps: int) -> list[list[RankTrace]]:
     """Run each rank in its own process and return the traces in rank order."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tools.lib.verify_parallel", "torch._dynamo"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with ProcessPoolExecutor(world_size, mp_context=context) as executor:
-        jobs = [executor.submit(run_rank, config, rank, world_size, steps, port) for rank in range(world_size)]
-        done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
-        for job in done:
-            job.result()  # raises the first rank's error; those of the others follow from it
-        return [job.result() for job in jobs]
+    return run_ranks(run_rank, config, world_size, steps, preload=["tools.lib.verify_parallel", "torch._dynamo"])
 
 
-def run_rank(config: RunConfig, rank: int, world_size: int, steps: int, port: int) -> list[RankTrace]:
-    """Run one rank; closes its connections if it fails, so that the other ranks fail too."""
+def run_rank(config: RunConfig, rank: int, world_size: int, steps: int) -> list[RankTrace]:
+    """Run one rank, which has joined the others."""
     import torch
 
-    from megatron.distributed.launch import destroy_distributed
     from megatron.training.build import build_trainer
-    from megatron.training.build_model import join_distributed
     from tools.lib.verify_parallel import trace_steps
 
-    load_plugins(config.compute.plugin)
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    try:
-        return trace_steps(build_trainer(config, *join_distributed(config)), steps)
-    finally:
-        destroy_distributed()
+    return trace_steps(build_trainer(config, rank, world_size), steps)
 
 
 if __name__ == "__main__":

@@ -168,7 +168,8 @@ class OptimizerConfig(WithPluginOptions):
     ema_decay: float | None = option(None, role="schedule", above=0, below=1, example=0.999)
     """Keep an exponential moving average of the weights with this decay per step."""
     skip_spikes: float | None = option(None, role="schedule", above=0, example=6)
-    """Skip an update whose loss or gradient norm is this many standard deviations above the mean of spike_window."""
+    """A step is a spike if its loss or gradient norm is this many standard deviations above the mean of spike_window.
+    on_spike is what follows."""
     spike_window: int = option(128, role="schedule", at_least=2, needs=Need("skip_spikes"))
     """Previous steps over which skip_spikes computes mean and standard deviation."""
 

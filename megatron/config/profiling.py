@@ -19,7 +19,7 @@ micro-batches."""
 
 @dataclass(frozen=True)
 class ProfilingConfig:
-    """Profiles of selected steps, written to run_dir. docs/operations.md explains how to profile a running job."""
+    """Profiles of selected steps, written to run_dir. docs/logs.md explains how to profile a running job."""
 
     profile: bool = option(False, role="start", needs=RUN_DIR)
     """Record a PyTorch profile (Chrome trace) of the selected steps."""

@@ -11,6 +11,7 @@ from megatron.config.objective import ObjectiveOptions
 from megatron.config.offload import ActivationOffloadOptions
 from megatron.config.option import MAX_SIZE, ZERO_IS_NONE, MegatronOption, Need, WithPluginOptions, option
 from megatron.config.phases import PhaseOptions
+from megatron.config.reliability import parse_nonfinite_policy
 
 MAX_BATCH = 10**6
 """Samples in a batch; a ramp has at most as many steps."""
@@ -81,8 +82,8 @@ class StepOptions(WithPluginOptions):
     """Seed of initialization, dropout and sample order."""
     device: str = option("auto", role="free", choices=("auto", "cpu", "cuda"))
     """Device to compute on."""
-    on_nonfinite: str = option("stop", role="free", choices=("skip", "stop"))
-    """Action when the loss or a gradient is NaN or infinite: skip the update, or stop the run."""
+    on_nonfinite: str = option("stop", role="free", check=parse_nonfinite_policy)
+    """Action when the loss or a gradient is NaN or infinite: skip the update, stop the run, or rewind:N as on_spike."""
     recompute_granularity: str | None = option(
         None,
         role="free",

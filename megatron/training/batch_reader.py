@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from socket import gethostname
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from megatron.checkpoint.format import Manifest
@@ -183,6 +184,25 @@ class BatchReader(Component):
         except (DataError, OSError):  # :meth:`next_batches` will raise it, after the current step is counted
             self._prefetched = None
         self.digest_read = digest_before
+
+    def range_of_steps(self, first: int, stop: int) -> tuple[int, int]:
+        """Return the places of the samples of steps in the order of the data, from begin to end - 1.
+
+        Skipped ones are counted. The batch sizes are those of this start; no step is before the phase.
+
+        Args:
+            first: steps taken before.
+            stop: steps taken after them, at most one more than now.
+        """
+        place, taken, first_place = self._progress.place, self._progress.iteration, self._progress.origin.read
+        if stop > taken:
+            place, taken = place + self.next_batch_size, taken + 1
+        ends = [place]  # after step ``taken``, the one before, ...
+        while taken - len(ends) >= first and ends[-1] > first_place:
+            ends.append(max(first_place, ends[-1] - self._batch_size_at(ends[-1] - 1)))
+        last, begin = ends[taken - stop], ends[-1]
+        places = self.source.skipped.places(np.array([begin, last - 1]))
+        return int(places[0]), int(places[1]) + 1
 
     def step_places(self) -> list[range]:
         """Return the places of all micro-batches of the next step that data-parallel ranks like this one read."""

@@ -11,6 +11,7 @@ from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.export import HuggingFaceExport
 from megatron.training.callbacks.health import HealthReport, ReplicaCheck
 from megatron.training.callbacks.profiler import StepProfiler
+from megatron.training.checkpointer import Checkpointer
 from megatron.training.component import Component, name_in_errors
 from megatron.training.components.adapter_base import AdapterBase
 from megatron.training.components.average import AverageWeights
@@ -21,17 +22,22 @@ from megatron.training.components.expert_report import ExpertReport
 from megatron.training.components.grad_compression import ERROR_KIND, CompressionState
 from megatron.training.components.head_weights import HeadWeights
 from megatron.training.components.kept_casts import KeptCasts
+from megatron.training.components.live_control import LiveControl
 from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.components.optimizer_state import OptimizerState
 from megatron.training.components.passed_steps import PassedSteps
+from megatron.training.components.power import PowerMeter
+from megatron.training.components.slow_ranks import SlowRanks
 from megatron.training.components.source_losses import SourceLosses
-from megatron.training.components.spikes import SpikeGuard
+from megatron.training.components.spikes import SpikeCheck, SpikeGuard
+from megatron.training.components.state_checksums import StateChecksums
 from megatron.training.components.store_prefetch import StorePrefetch
 from megatron.training.diloco.component import Diloco
 from megatron.training.diloco.outer_optimizer import PARAM
 from megatron.training.elastic import ElasticReplica
 from megatron.training.frozen_models import FrozenModelInputs
 from megatron.training.loggers.run_logger import RunLogger
+from megatron.training.replay_check.component import ReplayCheck
 from megatron.training.stop import StopRequest
 from megatron.training.trainer import Trainer
 
@@ -48,6 +54,7 @@ class Feature(Protocol):
 
 FEATURES: Sequence[Feature] = (
     ElasticReplica,  # first, because the others see the gradients of all replicas
+    ReplayCheck,
     CompressionState,
     ExpertLoadBalance,
     ExchangeOverflow,
@@ -61,6 +68,7 @@ FEATURES: Sequence[Feature] = (
     Diloco,
     ExpertReport,
     SourceLosses,
+    SlowRanks,
 )
 """Features with state, or which act around a step, in the order in which they act."""
 
@@ -77,21 +85,29 @@ def build_components(trainer: Trainer) -> list[Component]:
     created = [component for feature in FEATURES if (component := feature.create(trainer)) is not None]
     kinds = {type(component) for component in created}
     unused = {kind: note for kind, (feature, note) in UNUSED.items() if feature not in kinds}
-    return [OptimizerState(trainer.optimizer, trainer.mesh.world, unused), trainer.scaler, trainer.reader, *created]
+    state = [OptimizerState(trainer.optimizer, trainer.mesh.world, unused), StateChecksums(trainer)]
+    return [*state, trainer.scaler, trainer.reader, *created]
 
 
 def build_callbacks(
-    trainer: Trainer, log: RunLogger, stop: StopRequest, others: NodeCheckpoints | None = None
+    trainer: Trainer,
+    log: RunLogger,
+    stop: StopRequest,
+    checkpointer: Checkpointer,
+    others: NodeCheckpoints | None = None,
 ) -> list[Component]:
     """Create the components that act in the loop alone, when the start of the run is loaded."""
     config, logging = trainer.config, trainer.config.logging
     callbacks: list[Component] = []
     if (prefetch := StorePrefetch.create(trainer, stop)) is not None:
         callbacks.append(prefetch)
-    if config.training.on_nonfinite == "stop":
-        callbacks.append(NonFiniteCheck(trainer))
-    if logging.run_dir is not None:  # a profile may be requested at any time
-        callbacks.append(StepProfiler(trainer, log, lambda: stop.profile_request))
+    callbacks.append(NonFiniteCheck(trainer))
+    if (spikes := SpikeCheck.create(trainer)) is not None:
+        callbacks.append(spikes)
+    if logging.run_dir is not None:  # a profile, and other acts, may be requested at any time
+        callbacks.append(PowerMeter(trainer))
+        callbacks.append(LiveControl(trainer, stop, checkpointer))
+        callbacks.append(StepProfiler(trainer, log, lambda: stop.requests))
     if logging.log_health_interval is not None:
         callbacks.append(HealthReport(trainer, logging.log_health_interval))
     if (interval := logging.check_weight_hash_across_dp_replicas_interval) is not None:

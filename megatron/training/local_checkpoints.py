@@ -41,6 +41,7 @@ from megatron.checkpoint.format import (
 from megatron.checkpoint.lease import Lease, raise_if_superseded
 from megatron.checkpoint.location import Location, local_path, parse_location
 from megatron.checkpoint.publish import Attempt, delete_checkpoint
+from megatron.checkpoint.rewinds import Rewind, later_rewinds, read_rewinds, rewinds_of
 from megatron.checkpoint.save import CheckpointExtras, CheckpointSave, disk_space_message, rank_file_name, share_lease
 from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.checkpoint.verify import chunks_by_file, list_file_damage
@@ -63,6 +64,7 @@ from megatron.training.resume_source import (
     is_own_checkpoint,
     passed_over_note,
     step_of,
+    undone_note,
 )
 from megatron.training.trainer import Trainer
 
@@ -83,6 +85,7 @@ class LocalCheckpoint:
     # by node, the files that are present with their full size; only nodes that have the manifest
     files: dict[int, frozenset[str]]
     names: tuple[str, ...] = ()  # of all files of the checkpoint
+    rewinds: tuple[str, ...] = ()  # ids of those that it was written after
 
     @property
     def missing(self) -> list[str]:
@@ -191,9 +194,10 @@ class NodeCheckpoints:
                 raise UserError([Problem("E804", sentence, (f"--local-save {folder}-new",))])
         own = applies_to_own_checkpoints(options)
         step, mode = (options.ckpt_step, options.resume_mode) if own else (None, "exact")
+        rewinds = source.rewinds if isinstance(source, ResumeSource) else self._read_rewinds()
         for checkpoint in found:
             path = self.path(checkpoint.iteration)
-            if problem := self._problem(checkpoint, step):
+            if problem := self._problem(checkpoint, step, rewinds):
                 notes.append(passed_over_note(path, problem))
             else:
                 self.usable.setdefault(path, []).append(checkpoint)
@@ -202,7 +206,7 @@ class NodeCheckpoints:
             if not paths:
                 raise source
             reasons = (problem.sentence for problem in source.problems)
-            return ResumeSource(paths, mode=mode, notes=(*reasons, *notes))
+            return ResumeSource(paths, mode=mode, notes=(*reasons, *notes), rewinds=rewinds)
         if not paths:
             return replace(source, notes=(*source.notes, *notes))
         durable = next((step_of(path) for path in source.paths if is_own_checkpoint(path, options)), -1)
@@ -211,16 +215,24 @@ class NodeCheckpoints:
             other = f"the newest is of step {durable}" if durable >= 0 else "there is none"
             notes.append(f"the nodes have a checkpoint of step {newest}; {other} in --save")
         if durable < 0:  # what ``source`` found is not the run's own
-            return ResumeSource(paths, mode=mode, notes=tuple(notes))
+            return ResumeSource(paths, mode=mode, notes=tuple(notes), rewinds=rewinds)
         paths = tuple(sorted((*source.paths, *paths), key=step_of, reverse=True))  # of one step the durable one first
-        return ResumeSource(paths, mode=mode, notes=(*source.notes, *notes))
+        return ResumeSource(paths, mode=mode, notes=(*source.notes, *notes), rewinds=rewinds)
 
-    def _problem(self, checkpoint: LocalCheckpoint, step: int | None) -> str | None:
+    def _read_rewinds(self) -> tuple[Rewind, ...]:
+        """Return the rewinds of the run; collective."""
+        save = parse_location(str(self.options.save))
+        entries = run_on_rank0(lambda: [rewind.to_json() for rewind in read_rewinds(save)], self.group)
+        return tuple(Rewind(**entry) for entry in entries)
+
+    def _problem(self, checkpoint: LocalCheckpoint, step: int | None, rewinds: Sequence[Rewind]) -> str | None:
         """Return why a local checkpoint cannot be used, or None.
 
         Raises:
             UserError: if it is complete and newer than ``step``, so that the next start would resume from it.
         """
+        if later := later_rewinds(checkpoint.iteration, checkpoint.rewinds, rewinds):
+            return undone_note(later[-1])
         if step is not None and checkpoint.iteration < step:
             return f"step {step} is requested"
         if missing := checkpoint.missing:
@@ -463,7 +475,8 @@ class NodeSave(CheckpointSave):
 def list_node_checkpoints(folder: Path, lease: Lease | None = None) -> tuple[list[list[Any]], list[str]]:
     """Recover a node's folder from interrupted saves; return what it holds, as JSON, and notes on invalid checkpoints.
 
-    Of a checkpoint, these are iteration, marker, run, the files that are present, and the names of all files.
+    Of a checkpoint, these are iteration, marker, run, the files that are present, the names of all files, and the ids
+    of the rewinds that it was written after.
     """
     checkpoints = CheckpointFolder(folder)
     checkpoints.retain(None, lease=lease)  # deletes leftovers only
@@ -480,15 +493,17 @@ def list_node_checkpoints(folder: Path, lease: Lease | None = None) -> tuple[lis
                 manifest.check_file(name)
                 files.append(name)
         run = manifest.config.get("checkpoint", {}).get("save")
-        held.append([iteration, local_path(path / MARKER).read_text(), run, files, [*manifest.files]])
+        rewinds = [rewind.id for rewind in rewinds_of(manifest.state)]
+        held.append([iteration, local_path(path / MARKER).read_text(), run, files, [*manifest.files], *rewinds])
     return held, notes
 
 
 def merge_node_checkpoints(held: Iterable[tuple[int, Sequence[Any]]]) -> list[LocalCheckpoint]:
     """Merge what each node has into checkpoints, newest first; of one iteration, those on more nodes first."""
     merged: dict[tuple[int, str], LocalCheckpoint] = {}
-    for node, (iteration, mark, run, files, names) in held:
-        found = merged.setdefault((iteration, mark), LocalCheckpoint(iteration, mark, run, {}, tuple(names)))
+    for node, (iteration, mark, run, files, names, *rewinds) in held:
+        new = LocalCheckpoint(iteration, mark, run, {}, tuple(names), tuple(rewinds))
+        found = merged.setdefault((iteration, mark), new)
         found.files[node] = frozenset(files)
     return sorted(merged.values(), key=lambda found: (found.iteration, len(found.files), found.mark), reverse=True)
 

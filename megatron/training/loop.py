@@ -7,6 +7,7 @@ line, an evaluation, a save or the end.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -19,13 +20,16 @@ from megatron.checkpoint.location import Location
 from megatron.data.dataset import split_kind
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.checkpointer import Checkpointer
-from megatron.training.component import Component, name_in_errors, stop_components
+from megatron.training.component import Component, LoopEndError, name_in_errors, stop_components
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import Goodput, MetricsWindow, StepMetrics, evaluation_metrics
 from megatron.training.step import evaluate, train_step
 from megatron.training.stop import TIME_LIMIT, StopRequest, exit_status
 from megatron.training.trainer import Trainer
+
+BETWEEN_STEPS, EVALUATION, CHECKPOINT = "between steps", "evaluation", "checkpoint"
+"""Phases of a rank's place outside of steps."""
 
 
 def train(
@@ -51,6 +55,7 @@ def train(
         ``exit_duration_in_mins``.
 
     Raises:
+        LoopEndError: if a component ends the loop.
         NonFiniteError: with ``on_nonfinite`` stop.
         StorageError: if the last checkpoint, or ``finished.json``, cannot be written.
     """
@@ -76,7 +81,7 @@ def train(
                 status = take_steps(trainer, graphs, log, stop, callbacks, checkpointer, goodput)
         trainer.optimizer.weights.wait()  # other ranks may still be gathering weights from this one
     except BaseException as error:
-        stop_components(trainer.components, error)
+        stop_components(trainer.components, None if isinstance(error, LoopEndError) else error)
         raise
     stop_components(trainer.components, None)
     if not skip_train and trainer.iteration >= trainer.total_steps and not trainer.progress.later[0]:
@@ -98,21 +103,23 @@ def take_steps(
     if stop_code or trainer.iteration >= trainer.total_steps:
         return exit_status(stop_code)
     training = trainer.config.training
-    logging, checkpoint = trainer.config.logging, trainer.config.checkpoint
+    checkpoint = trainer.config.checkpoint
     window = MetricsWindow(
         trainer.device,
         training.seq_length,
         world=trainer.mesh.world,
         timers=trainer.timers,
         goodput=goodput,
-        timing_option=logging.timing_log_option,
+        timing_option=trainer.config.logging.timing_log_option,
         origin=trainer.progress.origin,
     )
     leave = False
     while not leave:
+        trainer.timers.enter(BETWEEN_STEPS, trainer.iteration + 1)
         callbacks.start_step(window, trainer.iteration + 1)
         samples, rates = trainer.reader.next_batch_size, trainer.schedule.rates(trainer.consumed_samples)
         metrics = take_step(trainer, graphs, callbacks, samples, rates)
+        trainer.timers.enter(BETWEEN_STEPS)
         window.add(metrics, samples, computed=not callbacks.passing_over)
         iteration, consumed_samples = trainer.iteration, trainer.consumed_samples
         captured = "none" if graphs is None else graphs.mode
@@ -122,7 +129,7 @@ def take_steps(
         failed_read = partial(read, alone=True) if window.computed else None  # if the run fails early
         log.stepped(iteration, consumed_samples, failed_read)
         last = iteration == trainer.total_steps
-        exits, logs = is_due(training.exit_interval, iteration), is_due(logging.log_interval, iteration)
+        exits, logs = is_due(training.exit_interval, iteration), is_due(log.interval, iteration)
         saves = checkpoint.save is not None and is_due(checkpoint.save_interval, iteration)
         splits = evaluations_due(trainer)
         # what follows waits for the device anyway, and uses the step's results
@@ -198,6 +205,7 @@ def save_if_due(checkpointer: Checkpointer, window: MetricsWindow, due: bool, la
     if checkpointer.pending is not None:
         checkpointer.poll()
     if due:
+        checkpointer.trainer.timers.enter(CHECKPOINT)
         with window.paused():
             checkpointer.save(needed=last)
 
@@ -243,7 +251,8 @@ def evaluations_due(trainer: Trainer) -> list[str]:
 
 def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger, callbacks: CallbackList) -> None:
     """Evaluate a split and log the loss. Call before saving, so that a run killed in between repeats both."""
-    metrics: dict[str, Tensor] = {}
+    trainer.timers.enter(EVALUATION)
+    began, metrics = time.perf_counter(), dict[str, Tensor]()
     loss = evaluate(trainer, split, metrics).item()
     others: dict[str, float] = {}
     for component in trainer.components:
@@ -253,7 +262,8 @@ def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger, callbacks: Ca
     trainer.progress.evaluated[split] = trainer.iteration
     trainer.progress.losses[split] = loss
     further = {name: value.item() for name, value in metrics.items()}
-    evaluated = evaluation_metrics(split, loss, others, further, trainer.objective.is_cross_entropy)
+    seconds = time.perf_counter() - began
+    evaluated = evaluation_metrics(split, loss, others, further, trainer.objective.is_cross_entropy, seconds)
     log.log(evaluated)
     callbacks.call(Component.on_evaluate, evaluated)
 

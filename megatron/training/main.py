@@ -19,21 +19,24 @@ from megatron.arguments.hardware import known_cluster
 from megatron.arguments.phases import describe_plan
 from megatron.arguments.summary import summary
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.location import Location
+from megatron.checkpoint.location import Location, parse_location
+from megatron.checkpoint.suspects import rename_suspects
 from megatron.config.errors import UserError
-from megatron.config.launch import end_refused_start
+from megatron.config.launch import Launch, end_refused_start
 from megatron.config.phases import Phase
 from megatron.config.run import RunConfig
 from megatron.convert.sources import SourceOptions, open_source
 from megatron.data.errors import DataError
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import (
+    connect_places,
     destroy_distributed,
     enable_flight_recorder,
     gather_results,
     run_on_rank0,
     world_group,
 )
+from megatron.distributed.places import PLACE
 from megatron.kernels.compile import make_deterministic
 from megatron.training.build import build_trainer
 from megatron.training.build_model import check_same_plan, choose_device, join_distributed
@@ -44,10 +47,18 @@ from megatron.training.checkpointer import (
     hold_save_folder,
 )
 from megatron.training.component import stopped_after_errors
+from megatron.training.components.step_incidents import RewindNeededError
 from megatron.training.components.times import GoodputState, StartupReport
 from megatron.training.cuda_graphs import StepRunner
-from megatron.training.failure_report import PeerWatchdog, StartRefusedError, explain_error, report_failure
+from megatron.training.failure_report import (
+    PeerWatchdog,
+    StartRefusedError,
+    explain_error,
+    host_name,
+    report_failure,
+)
 from megatron.training.features import build_callbacks, plugin_callbacks
+from megatron.training.loggers.alerts import alerts_of
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary, read_json_lines
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.loop import is_due, train
@@ -55,7 +66,9 @@ from megatron.training.machine import set_variables
 from megatron.training.metrics import Goodput
 from megatron.training.out_of_memory import explain_out_of_memory
 from megatron.training.phases import PhaseChoice, PhaseFacts, choose_phase, plan_notes, read_phase
+from megatron.training.rank_log import give_nccl_a_file, rank_log
 from megatron.training.resume_source import ResumeSource, read_only_options
+from megatron.training.rewinds import Rewinds, go_back, notes_on
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
 from megatron.training.stop import StopRequest
 from megatron.training.trainer import Trainer
@@ -88,6 +101,8 @@ def run(
     """
     # Signals are handled until the error is reported: launchers send SIGTERM as soon as a rank has exited.
     with ExitStack() as signals:
+        signals.enter_context(alerts_of(config.reliability, config.logging.run_dir))
+        signals.callback(PLACE.reset)
         try:
             phases = plan or [Phase(config, tuple(notes))]
             status = join_and_train(phases, startup or StartupTimer(), signals)
@@ -117,10 +132,16 @@ def join_and_train(plan: Sequence[Phase], startup: StartupTimer, signals: ExitSt
             notes.append(environment)
         notes += make_deterministic(config.compute.deterministic, device)
         enable_flight_recorder(config.logging.run_dir)
+        if config.reliability.rank_logs:
+            give_nccl_a_file(config.logging.run_dir, os.environ)
         rank, world_size = join_distributed(config)
     world = world_group(rank, world_size)
     with refuse_start_on_error():
         check_same_plan(config, world)
+    if config.reliability.rank_logs:
+        signals.enter_context(rank_log(config.logging.run_dir, rank, world_size, os.environ))
+    timeout, launch = 60.0 * config.parallel.distributed_timeout_minutes, Launch.read(os.environ)
+    world = connect_places(world, timeout, host_name(os.environ), launch.local_rank)
     startup.enter("checkpoint")
     stop = StopRequest(
         world, device, training.exit_duration_in_mins, startup.began, training.stop_file, config.logging.run_dir
@@ -153,6 +174,8 @@ def take_phases(
     A phase ends with a checkpoint. The next one begins from it like a start of its own, in the same processes.
     """
     world, configs, goodput = stop.world, [phase.config for phase in plan], Goodput(startup.began)
+    with refuse_start_on_error():
+        notes = [*notes, *set_suspects_aside(configs[0], world)]
     if len(plan) > 1:
         notes = [*notes, *describe_plan(plan, world.size)]
     taken = None  # the last phase that this start has completed
@@ -166,9 +189,13 @@ def take_phases(
         place = choice.place
         if place == taken:
             raise RuntimeError(f"the phase {plan[place].name} has taken its steps, and its checkpoint does not show it")
-        phase = replace(plan[place], notes=(*notes, *plan_notes(plan, place), *plan[place].notes))
+        phase = replace(
+            plan[place],
+            config=choice.source.without_samples(plan[place].config),
+            notes=(*notes, *plan_notes(plan, place), *plan[place].notes, *notes_on(choice.source.rewinds)),
+        )
         try:
-            status, trainer = build_and_train(
+            status, trainer, goes_back = build_and_train(
                 phase, plan[place + 1 :], choice.source, stop, startup, lease, others, goodput
             )
         except StartRefusedError as error:
@@ -180,13 +207,29 @@ def take_phases(
             stop.world = world
         training, ends = plan[place].config.training, trainer.iteration >= trainer.total_steps
         exits = training.skip_train or is_due(training.exit_interval, trainer.iteration)
-        if status or exits or not ends or place + 1 == len(plan):
+        if not goes_back and (status or exits or not ends or place + 1 == len(plan)):
             return status
         trainer.mesh.close()
         del trainer  # before the next one takes its memory
         free_memory(stop.device)
         earlier, notes, startup = ResumeSource(), (), StartupTimer()
-        goodput.continues, taken = True, place
+        goodput.continues, goodput.goes_back = True, goes_back
+        if goes_back:
+            goodput.productive_seconds = 0.0  # until a checkpoint is loaded: what follows it was undone
+        else:
+            taken = place
+
+
+def set_suspects_aside(config: RunConfig, world: Group) -> Sequence[str]:
+    """Set checkpoints aside that are suspect since a corruption was found; return notes. Collective.
+
+    Raises:
+        UserError: if the run is not to resume then (``--on-corruption stop``).
+    """
+    save = config.checkpoint.save
+    if save is None or not isinstance(folder := parse_location(save), Path):
+        return ()
+    return run_on_rank0(lambda: [*rename_suspects(folder, config.reliability.on_corruption)], world)
 
 
 def read_phase_together(path: Location, world: Group) -> PhaseFacts | None:
@@ -208,8 +251,11 @@ def build_and_train(
     lease: Lease | None,
     others: NodeCheckpoints | None,
     goodput: Goodput,
-) -> tuple[int, Trainer]:
-    """Build the trainer, load the checkpoint that the run resumes from, if any, and train; return the exit status.
+) -> tuple[int, Trainer, bool]:
+    """Build the trainer, load the checkpoint that the run resumes from, if any, and train.
+
+    Returns:
+        The exit status, the trainer, and whether the run goes on from an earlier step.
 
     Raises:
         NoCheckpointLeftError: if all checkpoints of ``source`` are damaged.
@@ -224,7 +270,8 @@ def build_and_train(
         trainer = build_trainer(config, world.rank, world.size, fresh=source.fresh, clock=startup)
         trainer.progress.later = sum(each.steps for each in later), sum(each.tokens for each in later)
         plugins = plugin_callbacks(trainer)
-        trainer.components += [GoodputState(goodput), *plugins]
+        rewinds = [Rewinds(source.rewinds)] if source.rewinds else []
+        trainer.components += [GoodputState(goodput), *rewinds, *plugins]
         cleanup.enter_context(stopped_after_errors(trainer.components))
         stop.world = trainer.mesh.world
         graphs = StepRunner(trainer)
@@ -250,14 +297,15 @@ def build_and_train(
             run_id=trainer.progress.run_id,
             data=data_summary(trainer.data),
             facts=facts,
-            continues=goodput.continues,
+            before=_before(goodput),
             check=lambda: lease.check() if lease is not None and lease.staging is not None else None,
             iteration=trainer.iteration,
             consumed_samples=trainer.consumed_samples,
             origin=trainer.progress.origin,
             later=trainer.progress.later,
         )
-    with log, PeerWatchdog(world, trainer.pipeline if config.parallel.pipeline_model_parallel_size > 1 else None):
+    pipeline = trainer.pipeline if config.parallel.pipeline_model_parallel_size > 1 else None
+    with log, PeerWatchdog(world, pipeline, run_dir):
         with refuse_start_on_error(), stopped_after_errors(trainer.components):
             shown = summary(config, world.size, *trainer.progress.in_phase, known_cluster(config, world.size))
             for text in (*notes, "\n".join([shown, *trainer.data.summary()])):
@@ -265,9 +313,24 @@ def build_and_train(
             before = len(trainer.components) - len(plugins)  # those of plugins are called last
             trainer.components[before:before] = [
                 StartupReport(trainer, startup),
-                *build_callbacks(trainer, log, stop, others),
+                *build_callbacks(trainer, log, stop, checkpointer, others),
             ]
-        return train(trainer, None if graphs.mode == "none" else graphs, log, stop, checkpointer, goodput), trainer
+        began = trainer.iteration
+        try:
+            status = train(trainer, None if graphs.mode == "none" else graphs, log, stop, checkpointer, goodput)
+        except RewindNeededError as request:
+            checkpointer.wait()
+            newest = choose_resume_source(config.resume_options, world, others)
+            log.rewound(go_back(request, config, newest, began, trainer.progress.origin.iteration, world, lease))
+            return 0, trainer, True
+        return status, trainer, False
+
+
+def _before(goodput: Goodput) -> str:
+    """Return what an existing run folder holds."""
+    if goodput.goes_back:
+        return "the steps before it went back"
+    return "the phase before" if goodput.continues else "an earlier start"
 
 
 def free_memory(device: torch.device) -> None:

@@ -51,6 +51,7 @@ class Goodput:
         self.productive_seconds = 0.0
         self.starts = 1  # of the run, this one included
         self.continues = False  # True in later phases of this start, whose checkpoints lag behind
+        self.goes_back = False  # True if this start continues from an earlier step
 
     def run_seconds(self) -> float:
         """Return the seconds since the run's first start."""
@@ -67,6 +68,8 @@ class Goodput:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the run that saved ``state``, and count this start."""
+        if self.goes_back:  # the seconds of steps that were undone do not count
+            self.productive_seconds = float(state["productive_seconds"])
         if self.continues:
             return
         self.first_start = float(state["first_start"])
@@ -332,6 +335,7 @@ def evaluation_metrics(
     others: Mapping[str, float] = MappingProxyType({}),
     further: Mapping[str, float] = MappingProxyType({}),
     is_cross_entropy: bool = True,
+    seconds: float | None = None,
 ) -> dict[str, Any]:
     """Return the metrics of one evaluation.
 
@@ -341,6 +345,7 @@ def evaluation_metrics(
         others: loss with other weights, such as their moving average, by metric suffix.
         further: metrics of the objective.
         is_cross_entropy: False without the perplexity, which only a cross-entropy has.
+        seconds: that it took.
     """
     kind, validation_set = SPLIT_LABELS[split_kind(split)], validation_set_name(split)
     name = f"lm loss {kind}"
@@ -352,6 +357,7 @@ def evaluation_metrics(
         except OverflowError:
             metrics[f"{name} ppl"] = math.inf
     metrics |= {f"{name} {suffix}": of_others for suffix, of_others in others.items()}
+    metrics |= {} if seconds is None else {f"{kind}-time": seconds}
     return metrics | {f"{of} {kind}": value for of, value in further.items()}
 
 

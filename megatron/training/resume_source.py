@@ -23,11 +23,18 @@ from megatron.arguments.compatibility import (
     resume_mode_fixes,
     stored_tensors_problem,
 )
-from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, UnreachableError, strip_folder
+from megatron.checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    NewerVersionError,
+    UnreachableError,
+    strip_folder,
+)
 from megatron.checkpoint.folder import CheckpointFolder, is_local_checkpoint
 from megatron.checkpoint.format import Manifest, is_megatron_lm
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.publish import CHECKPOINT_NAME, is_complete, is_interrupted
+from megatron.checkpoint.rewinds import REWIND_TYPES, Rewind, later_rewinds, read_rewinds, rewinds_of
 from megatron.config.batch import Origin, final_iteration
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
@@ -65,6 +72,7 @@ STATE: Mapping[Any, Any] = {
     "data": {"stretches": {str: [int]}, "fingerprints": {str: str}, "digest": str},
     "base": {"location": str, "digest": str},
     "phase": PHASE,
+    "rewinds": {"list": [REWIND_TYPES]},
     "written_by": {"layout": {str: int}},
 }
 """Types of what is read of a checkpoint's state before the components read theirs, see :func:`odd_values`."""
@@ -82,6 +90,7 @@ class ResumeSource:
     weights: str | None = None  # location of a model without the state of a run, such as ``hf:DIR``
     mode: str = "exact"  # how much of a checkpoint to load, a choice of ``resume_mode``
     notes: tuple[str, ...] = ()  # which checkpoints were passed over, and why
+    rewinds: tuple[Rewind, ...] = ()  # after which the run continues; it leaves out their samples
 
     @property
     def fresh(self) -> bool:
@@ -90,13 +99,22 @@ class ResumeSource:
 
     def to_json(self) -> list[Any]:
         """Return it as JSON, for other ranks."""
-        return [[*map(str, self.paths)], self.weights, self.mode, [*self.notes]]
+        rewinds = [rewind.to_json() for rewind in self.rewinds]
+        return [[*map(str, self.paths)], self.weights, self.mode, [*self.notes], rewinds]
 
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> Self:
         """Read what :meth:`to_json` has returned on another rank."""
-        paths, weights, mode, notes = data
-        return cls(tuple(map(parse_location, paths)), weights, mode, tuple(notes))
+        paths, weights, mode, notes, rewinds = data
+        undone = tuple(Rewind(**entry) for entry in rewinds)
+        return cls(tuple(map(parse_location, paths)), weights, mode, tuple(notes), undone)
+
+    def without_samples(self, config: RunConfig) -> RunConfig:
+        """Return a configuration that leaves out the samples of :attr:`rewinds`, too."""
+        phase = config.training.phase_name or ""
+        words = [rewind.words for rewind in self.rewinds if rewind.phase == phase]
+        skipped = tuple(dict.fromkeys((*config.data.skip_samples, *words)))
+        return replace(config, data=replace(config.data, skip_samples=skipped))
 
 
 def step_of(path: Location) -> int:
@@ -112,17 +130,58 @@ def find_resume_source(options: CheckpointConfig) -> ResumeSource:
         UserError: if there are checkpoints, or some are required, but none can be used.
     """
     try:
-        return _find(options)
+        rewinds = () if options.save is None else tuple(read_rewinds(parse_location(options.save)))
+        source = _find(options, rewinds)
+        if source.paths and source.mode == "exact":  # also those of a run that this one forks
+            saved = rewinds_of(Manifest.open(source.paths[0]).state)
+            rewinds += tuple(rewind for rewind in saved if rewind not in rewinds)
+        return replace(source, rewinds=rewinds)
     except (NewerVersionError, UnreachableError) as error:  # not damaged: an older checkpoint would lose good steps
         raise UserError([Problem("E811", str(error))]) from error
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         raise UserError([Problem("E811", f"cannot search for checkpoints: {error}")]) from error
 
 
-def _find(options: CheckpointConfig) -> ResumeSource:
+def _find(options: CheckpointConfig, rewinds: Sequence[Rewind]) -> ResumeSource:
     save = None if options.save is None else parse_location(options.save)
     load, step = _load_folder(options)
-    own = [] if save is None else CheckpointFolder(save).named()
+    own, undone = _without_undone([] if save is None else CheckpointFolder(save).named(), rewinds)
+    if undone:
+        source = _find_among(options, save, load, step, own)
+        return replace(source, notes=(*undone, *source.notes))
+    return _find_among(options, save, load, step, own)
+
+
+def _without_undone(
+    named: Sequence[tuple[int, Location]], rewinds: Sequence[Rewind]
+) -> tuple[list[tuple[int, Location]], list[str]]:
+    """Return the run's own checkpoints without those that a rewind has undone, and notes on these."""
+    left, notes = [], list[str]()
+    for step, path in named:
+        later = later_rewinds(step, (), rewinds)
+        if later:  # otherwise no manifest need be read here
+            with suppress(DamagedCheckpointError):
+                later = later_rewinds(step, [each.id for each in rewinds_of(Manifest.open(path).state)], rewinds)
+        if later and is_complete(path):
+            notes.append(passed_over_note(path, undone_note(later[-1])))
+        else:
+            left.append((step, path))
+    return left, notes
+
+
+def undone_note(rewind: Rewind) -> str:
+    """Return why a checkpoint is passed over that a rewind has undone."""
+    return f"the run has gone back from step {rewind.step} to step {rewind.limit} or earlier since"
+
+
+def _find_among(
+    options: CheckpointConfig,
+    save: Location | None,
+    load: Location | None,
+    step: int | None,
+    own: Sequence[tuple[int, Location]],
+) -> ResumeSource:
+    """Return what a run starts from, whose ``own`` checkpoints may be used as far as their rewinds show."""
     for_own = applies_to_own_checkpoints(options)
     if save is not None and any(not is_interrupted(path) for _, path in own):
         return _select(save, own, step if for_own else None, options.resume_mode if for_own else "exact", own=True)

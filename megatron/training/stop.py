@@ -1,6 +1,6 @@
 """Stop all ranks after the same step: on a signal to any of them, a time limit, or a file.
 
-Requests for a profile are read here, too, because they travel in the same collective, so they cost nothing extra.
+Other requests to a running job (`megatron.training.control`) travel in the same collective, so they cost nothing extra.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import signal
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,13 @@ from megatron.config.files import read_small
 from megatron.config.profiling import MAX_PROFILE_STEPS
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
+from megatron.training.control import (
+    DEFAULT_PROFILE_STEPS,
+    FILE_CHECK_SECONDS,
+    NO_REQUEST,
+    ControlFile,
+    Requests,
+)
 from megatron.training.loggers.console import print_warning
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -29,6 +36,9 @@ TIME_LIMIT = 124
 STOP_FILE_FOUND = 1
 """Stop code if only the stop file stops the run; the exit status is 0, because launchers restart on any other."""
 
+STOP_REQUESTED = 2
+"""Stop code if the control file requests the stop; the exit status is 0, too."""
+
 NO_DATA = 75
 """Exit status if an object store does not return the data of the next step: EX_TEMPFAIL of sysexits.h, try again."""
 
@@ -38,7 +48,7 @@ ECHO_SECONDS = 2.0
 
 def exit_status(stop_code: int) -> int:
     """Return the exit status for a stop code."""
-    return 0 if stop_code == STOP_FILE_FOUND else stop_code
+    return 0 if stop_code in (STOP_FILE_FOUND, STOP_REQUESTED) else stop_code
 
 
 class HostCopy:
@@ -67,28 +77,12 @@ REQUEST_FILE = "PROFILE"
 PIPELINE_REQUEST = "pipeline"
 """In the file, alone or before a number: request a timeline of the pipeline's actions instead of a profile."""
 
-DEFAULT_PROFILE_STEPS = 2
-"""Default number of steps."""
-
-FILE_CHECK_SECONDS = 1.0
-"""Interval between checks for the file, which may be slow on cluster file systems."""
-
-
-class ProfileRequest(NamedTuple):
-    """Number of following steps to record."""
-
-    profile: int = 0  # steps of a profile
-    pipeline: int = 0  # steps of a pipeline timeline
-
-
-NO_REQUEST = ProfileRequest()
-
 
 class StopRequest:
     """Record the first signal to this process, watch the time limit and the stop file; :meth:`poll` combines ranks.
 
-    A second signal has its default effect, so that an impatient user can end the process. Requests for a profile, by
-    SIGUSR2 or a file in the run folder, are read with it.
+    A second signal has its default effect, so that an impatient user can end the process. Other requests, by SIGUSR2 or
+    files in the run folder, are read with it.
     """
 
     def __init__(
@@ -108,11 +102,12 @@ class StopRequest:
             minutes: time limit; None for none.
             since: start of the time limit on the clock of ``time.monotonic()``; None for now.
             file: stops the run once it exists.
-            run_dir: folder for profiles, which may hold a request; None refuses requests.
+            run_dir: folder for profiles, which may hold requests; None refuses them.
         """
         self.world = world
         self.device = device
-        self.profile_request = NO_REQUEST  # the profile request of the last :meth:`poll`, the same on every rank
+        self.requests = NO_REQUEST  # those of the last :meth:`poll`, the same on every rank
+        self.control = ControlFile(Path(run_dir)) if run_dir is not None and world.rank == 0 else None
         self._file = file if world.rank == 0 else None
         self._has_run_dir = run_dir is not None
         self._profile_file = Path(run_dir) / REQUEST_FILE if run_dir is not None and world.rank == 0 else None
@@ -147,18 +142,27 @@ class StopRequest:
         """Return the stop code, or 0 to continue; the same on every rank. Collective.
 
         128 + the highest signal number received by any rank, else ``TIME_LIMIT`` if it is over on any rank, else
-        ``NO_DATA`` if a rank has called :meth:`stop_without_data`, else ``STOP_FILE_FOUND`` if rank 0 sees the file.
+        ``NO_DATA`` if a rank has called :meth:`stop_without_data`, else ``STOP_REQUESTED`` or ``STOP_FILE_FOUND`` if
+        rank 0 finds such a file.
         With several GPUs, and not ``now``, it is that of the previous call. Give ``now`` alike on all ranks.
         """
-        requests = [self.local_code(), *self._local_profile_request()]
+        requests = self._local_requests()
         if self.world.size > 1:  # a single rank needs no tensor
             sent = torch.tensor(requests, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
             self._unread.append(HostCopy(comm.all_reduce(sent, self.world, op="max")))
             read, self._unread = (self._unread, []) if now or not self._late else (self._unread[:-1], self._unread[-1:])
             requests = [max(values) for values in zip([0, *NO_REQUEST], *(copy.read() for copy in read))]
-        code, *profiles = requests
-        self.profile_request = ProfileRequest(*profiles)
+        code, *others = requests
+        self.requests = Requests(*others)
         return code
+
+    def _local_requests(self) -> list[int]:
+        """Return the stop code of this rank and its other requests since the last call."""
+        code, requests = self.local_code(), self._local_profile_request()
+        if self.control is not None:
+            requests = Requests(*map(max, requests, self.control.read()))
+            code = code or STOP_REQUESTED * self.control.stops
+        return [code, *requests]
 
     def local_code(self) -> int:
         """Return the stop code of this rank."""
@@ -174,6 +178,8 @@ class StopRequest:
         """Return the human-readable reason for a stop code, on the rank that has the file."""
         if code == STOP_FILE_FOUND:
             return f"--stop-file {self._file}"
+        if code == STOP_REQUESTED:
+            return "a request in the control file"
         if code == TIME_LIMIT:
             return "--exit-duration-in-mins"
         if code == NO_DATA:
@@ -185,7 +191,7 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _local_profile_request(self) -> ProfileRequest:
+    def _local_profile_request(self) -> Requests:
         """Return the requests to this rank since the last call; those of one kind are one with the most steps."""
         request = NO_REQUEST
         if self._profile_file is not None and time.monotonic() >= self._next_check:
@@ -198,7 +204,7 @@ class StopRequest:
             print_warning(f"{REQUEST_SIGNAL.name} requests a profile, which needs --run-dir; this run has none")
         return request
 
-    def _read_profile_file(self, file: Path) -> ProfileRequest:
+    def _read_profile_file(self, file: Path) -> Requests:
         """Read and remove the request file, if it exists."""
         try:
             text = read_small(file).decode(errors="replace").strip()

@@ -102,6 +102,31 @@ def spoil_step(trainer: Trainer) -> None:
     block.register_forward_hook(spoil)
 
 
+@contextmanager
+def spoiled_sample(tokens: Sequence[int], factor: float = torch.nan) -> Iterator[None]:
+    """Multiply the gradient of the embeddings, or by NaN these, of each micro-batch of training with these tokens."""
+    original = Trainer.compute
+
+    def spoil(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        if factor != factor:
+            return output * factor
+        output.register_hook(lambda gradient: gradient * factor)
+        return output
+
+    def compute(trainer: Trainer, batches: Any, loss_grad: Any, *arguments: Any) -> None:
+        data = trainer.data.datasets["train"]
+        numbers = [i for batch in batches for i in batch.sample_ids.tolist()] if loss_grad is not None else []
+        with ExitStack() as hooks:
+            if any(data[i].tokens.tolist() == [*tokens] for i in numbers):
+                for chunk in trainer.chunks.values():
+                    if chunk.embedding is not None:
+                        hooks.enter_context(chunk.embedding.register_forward_hook(spoil))
+            original(trainer, batches, loss_grad, *arguments)
+
+    with patch.object(Trainer, "compute", compute):
+        yield
+
+
 def part_of(trainer: Trainer, kind: type[T]) -> T:
     """Return the component of a class."""
     return next(component for component in trainer.components if isinstance(component, kind))

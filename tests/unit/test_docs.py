@@ -30,7 +30,8 @@ FOREIGN = {
     "--require-hashes --universal",
     "README": "--require-hashes",
     "evaluation": "--limit",
-    "operations": "--ckpt-fully-parallel-save --rdzv-conf --shutdown-timeout --signals-to-handle",
+    "megatron_lm": "--ckpt-fully-parallel-save",
+    "running": "--rdzv-conf --shutdown-timeout --signals-to-handle",
     "slurm": "--allocations --build-arg --contiguous --duplicates --faults --me --name --parsable2 --segment --start "
     "--starttime --state --switches",
     "troubleshooting": "--learning-rate --max-steps --n-layer",
@@ -157,7 +158,7 @@ def test_the_table_of_layouts_matches_the_log() -> None:
 
 
 def test_every_tool_is_in_the_table_of_exit_statuses() -> None:
-    operations = (ROOT / "docs" / "operations.md").read_text()
-    table = operations.split("## Exit statuses of the tools")[1].split("\n\n")[1]
+    tools = (ROOT / "docs" / "tools.md").read_text()
+    table = tools.split("## Exit statuses of the tools")[1].split("\n\n")[1]
     named = set(re.findall(r"^\| `(\w+\.py)", table, re.MULTILINE))
     assert named == {path.name for each in PROGRAMS for path in ROOT.glob(each)}

@@ -15,7 +15,7 @@ import platform
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from megatron.training.main import run
 from megatron.training.trainer import Trainer
 from tools.cluster_check.filesystem import FileSystemProbe, check_file_system
 from tools.cluster_check.report import FAILED, OK, WARNING, CheckSection
+from tools.lib.machine_health import infiniband_ports, network_interfaces, nvidia_driver_version
 from tools.lib.verify_parallel import RankTrace, StepTrace, TracedPiece, compare_traces, join_traces, trace_steps
 
 REPORTED_VARIABLES = re.compile(
@@ -114,35 +115,6 @@ def reported_environment(environ: Mapping[str, str]) -> dict[str, str]:
         and name not in secret
         and (not name.startswith("SLURM_") or name in SLURM_VARIABLES)
     }
-
-
-def nvidia_driver_version(read: Callable[[], str] = Path("/proc/driver/nvidia/version").read_text) -> str | None:
-    """Return the version of the NVIDIA driver, or None."""
-    try:
-        found = re.search(r"Kernel Module(?: for \w+)?\s+(\S+)", read())
-    except OSError:
-        return None
-    return found[1] if found else None
-
-
-def infiniband_ports(root: Path = Path("/sys/class/infiniband")) -> list[str]:
-    """List InfiniBand ports with rate and state: ``mlx5_0:1 400 Gb/sec (4X NDR) ACTIVE``."""
-    ports = sorted(root.glob("*/ports/*"))
-    return [f"{p.parts[-3]}:{p.name} {_text(p / 'rate')} {_text(p / 'state').partition(': ')[2]}" for p in ports]
-
-
-def network_interfaces(root: Path = Path("/sys/class/net")) -> list[str]:
-    """List network interfaces that are up, with their speed if known: ``eth0 100000 Mb/s``."""
-    up = [p for p in sorted(root.glob("*")) if p.name != "lo" and _text(p / "operstate") == "up"]
-    speeds = {p.name: _text(p / "speed") for p in up}
-    return [f"{name} {speed} Mb/s" if speed.isdecimal() else name for name, speed in speeds.items()]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def check_machines(part: CheckSection, folder: Path) -> dict[int, dict[str, Any]]:

@@ -99,7 +99,7 @@ def measure_network(world: Group, node_size: int, config: RunConfig | None, devi
     groups = usual_groups(world.size, node_size)
     for ranks, operations in (planned_groups(config, world.size) if config is not None else {}).items():
         groups.setdefault(ranks, set()).update(operations)
-    pairs = tuple(_measure_pairs(world, node_size, device))
+    pairs = tuple(measure_pairs(world, node_size, device))
     found = []
     for ranks, operations in groups.items():
         group = _create(world, ranks)
@@ -131,7 +131,7 @@ def _per_node(world_size: int, node_size: int, ranks: RankGroup) -> int:
     return min(sum(rank // node_size == node for rank in members) for node in {rank // node_size for rank in members})
 
 
-def _measure_pairs(world: Group, node_size: int, device: torch.device) -> Iterator[Pair]:
+def measure_pairs(world: Group, node_size: int, device: torch.device) -> Iterator[Pair]:
     """Yield what pairs measure, each round's pairs at the same time; equal on all ranks."""
     for partners in pair_rounds(world.size, node_size):
         partner, mine = partners[world.rank], None

@@ -17,10 +17,11 @@ from megatron.arguments.cli import parse
 from megatron.config.errors import UserError
 from megatron.config.text import counted, echo, listed, listed_ranks, shell_word
 from megatron.convert.huggingface.config import read_model_values
+from megatron.data.document_finder import DocumentFinder
 from megatron.data.errors import DataError, ToolParser, disk_error
 from megatron.training.resume_source import stored_config
 from megatron.training.start import with_data
-from tools.lib.run_samples import DocumentFinder, RunSamples, RunStart, StepSamples
+from tools.lib.run_samples import RunSamples, RunStart, StepSamples
 from tools.lib.spikes import Spike, begins_phase, exclusion_file, find_spikes, resume_command, tail_probability
 
 MOST_DOCUMENTS = 5

@@ -395,6 +395,13 @@ def _copied_parts(trainer: Trainer) -> Iterator[tuple[str, ShardPiece, Tensor, l
 
 def describe_difference(what: str, by_rank: Sequence[Sequence[WeightCopy]]) -> str:
     """Describe on which ranks copies of a parameter differ from the majority, if there is a majority."""
+    odd, majority = differing_ranks(what, by_rank)
+    minority = listed_ranks(odd)
+    return f"on {minority} differs from {listed_ranks(majority)}" if majority else f"is not the same on {minority}"
+
+
+def differing_ranks(what: str, by_rank: Sequence[Sequence[WeightCopy]]) -> tuple[list[int], list[int]]:
+    """Return the ranks whose copies of a parameter differ from the majority, all without one, and the majority."""
     by_place: dict[str, dict[int, int]] = defaultdict(dict)  # digests by rank
     for rank, copies in enumerate(by_rank):
         for copy in copies:
@@ -405,9 +412,7 @@ def describe_difference(what: str, by_rank: Sequence[Sequence[WeightCopy]]) -> s
         (most, count), *others = Counter(digests.values()).most_common()
         tied = bool(others) and others[0][1] == count
         odd |= {rank for rank, digest in digests.items() if tied or digest != most}
-    majority = sorted({rank for digests in by_place.values() for rank in digests} - odd)
-    minority = listed_ranks(sorted(odd))
-    return f"on {minority} differs from {listed_ranks(majority)}" if majority else f"is not the same on {minority}"
+    return sorted(odd), sorted({rank for digests in by_place.values() for rank in digests} - odd)
 
 
 @torch.no_grad()
@@ -417,13 +422,18 @@ def bit_hash(x: Tensor) -> Tensor:
     The hash is the sum, modulo 2^64, of the elements times odd numbers that depend on their positions. A change of one
     element always changes it, and the order of summation does not matter.
     """
-    words = x.contiguous().flatten().view(_WORD_DTYPES[x.element_size()])
+    flat = x.contiguous().flatten()
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for start in range(0, words.numel(), HASH_BLOCK):
-        block = words[start : start + HASH_BLOCK].long()
-        position = torch.arange(start + 1, start + 1 + block.numel(), device=x.device) * _STRIDE
-        total += (block * ((position ^ (position >> 29)) * _STRIDE | 1)).sum()
+    for start in range(0, flat.numel(), HASH_BLOCK):
+        block = flat[start : start + HASH_BLOCK]
+        total += position_hash(block, torch.arange(start, start + block.numel(), device=x.device))
     return total
+
+
+def position_hash(x: Tensor, places: Tensor) -> Tensor:
+    """Return the sum, modulo 2^64, of the bits of ``x [n]`` times odd numbers that depend on ``places [n]``, int64."""
+    position = (places + 1) * _STRIDE
+    return (x.view(_WORD_DTYPES[x.element_size()]).long() * ((position ^ (position >> 29)) * _STRIDE | 1)).sum()
 
 
 class ReplicaCheck(Callback):

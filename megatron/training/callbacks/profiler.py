@@ -23,10 +23,10 @@ from megatron.distributed.timing import profiler_range
 from megatron.pipeline.recorder import record_timeline
 from megatron.planner.timeline import write_trace
 from megatron.training.callbacks.base import Callback
+from megatron.training.control import Requests
 from megatron.training.loggers.console import print_line, print_warning
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import StepMetrics
-from megatron.training.stop import ProfileRequest
 from megatron.training.trainer import Trainer
 
 PROFILE_FOLDER = "profiles"
@@ -212,7 +212,7 @@ class StepProfiler(Callback):
 
     pauses = False  # a barrier would change what is profiled
 
-    def __init__(self, trainer: Trainer, log: RunLogger, request: Callable[[], ProfileRequest]) -> None:
+    def __init__(self, trainer: Trainer, log: RunLogger, request: Callable[[], Requests]) -> None:
         """Set up without recording; ``request`` returns what the ranks have agreed on since the last step."""
         super().__init__(trainer)
         config, run_dir = trainer.config.profiling, trainer.config.logging.run_dir

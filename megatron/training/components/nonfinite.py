@@ -1,63 +1,96 @@
-"""End the run after a step whose loss or gradient is not finite (``--on-nonfinite stop``)."""
+"""Act on steps whose loss or gradient is not finite (``--on-nonfinite``), which the device finds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.config.reliability import parse_nonfinite_policy
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.training.callbacks.health import explain_nonfinite
 from megatron.training.component import Component
+from megatron.training.components.step_incidents import act_on_step
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.stop import HostCopy
 from megatron.training.trainer import Trainer
 
 
-class NonFiniteCheck(Component):
-    """Ends the run after a step whose loss or gradient is not finite, unless a smaller loss scale can cure it.
+class StepCheck(Component):
+    """Reads on the host what a step has left on the device: at once on CPUs, after the next step on GPUs."""
 
-    On GPUs the flag is read after the next step. That step changes nothing, so the failed one is explained with the
-    weights that it has used.
+    def __init__(self, trainer: Trainer, late: bool | None = None) -> None:
+        """Start with no step; ``late`` reads one step late, by default on GPUs."""
+        self._trainer = trainer
+        self.late = trainer.device.type == "cuda" if late is None else late
+        self._unread: tuple[HostCopy, Sequence[MicroBatch]] | None = None
+
+    def left(self) -> Tensor:
+        """Return what a step leaves, on the device."""
+        raise NotImplementedError
+
+    def act_on(self, values: Any, batches: Sequence[MicroBatch]) -> None:
+        """Act on what a step of ``batches`` has left, read as Python numbers; the same on every rank."""
+        raise NotImplementedError
+
+    def on_step_taken(self, batches: Sequence[MicroBatch]) -> None:
+        """Check this step, or the one before it if they are read late; see :class:`Component`."""
+        previous, self._unread = self._unread, (HostCopy(self.left()), batches)
+        self._check(previous) if self.late else self.settle()
+
+    def settle(self) -> None:
+        """Check the last step; see :class:`Component`."""
+        unread, self._unread = self._unread, None
+        self._check(unread)
+
+    def _check(self, step: tuple[HostCopy, Sequence[MicroBatch]] | None) -> None:
+        if step is not None:
+            self.act_on(step[0].read(), step[1])
+
+
+class NonFiniteCheck(StepCheck):
+    """Acts after a step whose loss or gradient is not finite, unless a smaller loss scale can cure it.
+
+    On GPUs the flag is read after the next step. Unless the run goes on, that step changes nothing, so the failed one
+    is explained with the weights that it has used.
     """
 
     def __init__(self, trainer: Trainer, late: bool | None = None) -> None:
-        """Start with no step; ``late`` reads flags one step late, by default on GPUs."""
-        self._trainer = trainer
-        self._late = trainer.device.type == "cuda" if late is None else late
-        # 0-d, nonzero after a step that is to end the run.
+        """Start with no step; ``late`` as in :class:`StepCheck`."""
+        super().__init__(trainer, late)
+        self._policy = parse_nonfinite_policy(trainer.config.training.on_nonfinite)
+        # 0-d, nonzero after a step that is not finite.
         self.halted = torch.zeros((), device=trainer.device)
-        self._unread: tuple[HostCopy, Sequence[MicroBatch]] | None = None
 
     def on_loss_grad(self, loss_grad: Tensor) -> Tensor:
         """See :class:`Component`; gradients that are not finite let every rank skip the update."""
-        return loss_grad.where(self.halted == 0, torch.nan)
+        return loss_grad if self._policy.act == "skip" else loss_grad.where(self.halted == 0, torch.nan)
 
     def after_step(self, outcome: UpdateResult) -> None:
         """See :class:`Component`."""
         minimum = self._trainer.scaler.minimum
         self.halted.copy_(outcome.nonfinite if minimum is None else outcome.nonfinite * (outcome.loss_scale <= minimum))
 
-    def on_step_taken(self, batches: Sequence[MicroBatch]) -> None:
-        """Check this step, or the one before it if flags are read late; see :class:`Component`.
+    def left(self) -> Tensor:
+        """See :class:`StepCheck`."""
+        return self.halted
+
+    def act_on(self, values: Any, batches: Sequence[MicroBatch]) -> None:
+        """See :class:`StepCheck`.
 
         Raises:
             NonFiniteError: with the first module whose output, or parameter whose gradient, is not finite.
+            RewindNeededError: if the run is to go back.
         """
-        previous, self._unread = self._unread, (HostCopy(self.halted), batches)
-        self._check(previous) if self._late else self.settle()
-
-    def settle(self) -> None:
-        """Check the last step; see :class:`Component`.
-
-        Raises:
-            NonFiniteError: see :meth:`on_step_taken`.
-        """
-        unread, self._unread = self._unread, None
-        self._check(unread)
-
-    def _check(self, step: tuple[HostCopy, Sequence[MicroBatch]] | None) -> None:
-        if step is not None and step[0].read():
-            raise NonFiniteError(explain_nonfinite(self._trainer, step[1]))
+        if values:
+            sentence = f"the loss or gradient of step {batches[0].step + 1} is not finite"
+            explain = partial(explain_nonfinite, self._trainer, batches)
+            sentence = act_on_step(
+                self, self._trainer, "nonfinite", batches, self._policy, sentence, explain=explain, intact=not self.late
+            )
+            if self._policy.act == "stop":
+                raise NonFiniteError(sentence)

@@ -1,6 +1,6 @@
 """Metrics of a run by name, and their lines on the console, with fewer columns on narrow terminals.
 
-`METRICS` names every metric of a log line, for which `tools/generate_docs.py` writes the tables of docs/operations.md.
+`METRICS` names every metric of a log line, for which `tools/generate_docs.py` writes the tables of docs/logs.md.
 `COLUMNS` are those that the console shows.
 """
 
@@ -30,6 +30,7 @@ from megatron.training.loggers.feature_metrics import (
     FEATURE_COLUMNS,
     HEALTH_MAXIMA,
     LOSS_METRICS,
+    POWER_METRICS,
     UPDATE_METRICS,
     VALIDATION_METRICS,
 )
@@ -164,6 +165,7 @@ METRICS = {
         "bytes", "peak so far on the fullest rank: allocated on its GPU, or resident on a CPU"
     ),
     "mem-max-rank": Metric("rank", "the fullest rank"),
+    **POWER_METRICS,
     "goodput": Metric("0 to 1", "share of `run-seconds` spent in steps that were not lost"),
     "run-seconds": Metric("seconds", "since the run's first start"),
     "starts": Metric("", "of the run so far"),
@@ -184,6 +186,7 @@ EVALUATION_METRICS = {
     "lm loss validation": Metric("nats per token", "mean over `--eval-iters` batches"),
     "lm loss validation ppl": Metric("", "exp of the loss, if it is a cross-entropy"),
     **VALIDATION_METRICS,
+    "validation-time": Metric("seconds", "that it took"),
     "validation-set": Metric("name", "which one, if there are several"),
 }
 """Every metric of an evaluation; evaluations of test data have ``test`` in place of ``validation``."""
@@ -235,10 +238,12 @@ class ConsoleLogger:
 
     def event(self, step: int, kind: str, fields: Metrics) -> None:
         """Print an event. Starts are in the summary of the run, and errors are printed when the process ends."""
-        if kind in ("note", "stop", "samples"):
+        if kind in ("note", "stop", "samples", "rewind"):
             print_line(fields["text"])
         elif kind in ("warning", "incident"):
             print_warning(fields["text"])
+        elif kind == "control":
+            (print_line if fields["done"] else print_warning)(fields["text"])
         elif kind == "start-up":
             print_line(startup_line(fields["phases"], fields["slowest"]))
             self._explains = True

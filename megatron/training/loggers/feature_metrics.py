@@ -114,6 +114,16 @@ HEALTH_MAXIMA = {
 }
 """Quantities of a health report whose largest values the console shows, and their names there."""
 
+POWER_METRICS = {
+    "energy-joules": Metric(
+        "joules",
+        "window: pauses included, of all GPUs, or of the processors of all nodes with what else runs on them; with "
+        "`--run-dir`, where NVML or powercap can be read",
+    ),
+    "power-watts": Metric("watts", "window: the same, by the time since the last line"),
+}
+"""Metrics of energy."""
+
 UPDATE_METRICS = {
     "spikes-skipped": Metric("steps", "window: those of them with a finite gradient that was an outlier"),
 }

@@ -256,9 +256,10 @@ class IncidentLogger:
             run = f", run {fields['run-id']}" if fields["run-id"] else ""
             which = f", {phrase}" if (phrase := start_phrase(fields)) else ""
             self._write(fields["time"], f"{began} on {ranks}{run}{which}")
-        elif kind in ("warning", "incident", "error", "stop"):
+        elif kind in ("warning", "incident", "error", "stop", "rewind", "control"):
             self._failed = self._failed or kind == "error"
-            self._write(fields["time"], fields["text"] if kind == "stop" else f"{kind}: {fields['text']}")
+            plain = kind in ("stop", "rewind")
+            self._write(fields["time"], fields["text"] if plain else f"{kind}: {fields['text']}")
 
     def close(self) -> None:
         """Log the end, and close the file."""

@@ -30,6 +30,7 @@ from megatron.config.plugins import registered
 from megatron.config.privacy import redact
 from megatron.config.run import RunConfig
 from megatron.training.failure_report import describe_error
+from megatron.training.loggers.alerts import alert_logger
 from megatron.training.loggers.base import MetricLogger, Metrics, error_summary
 from megatron.training.loggers.console import CONSOLE_PREFIX, ConsoleLogger, print_line, print_warning
 from megatron.training.loggers.plots import LAYER_PLOTS, draw_runs
@@ -71,7 +72,7 @@ class RunLogger:
         run_id: str = "",
         data: Mapping[str, object] | None = None,
         facts: StartFacts | None = None,
-        continues: bool = False,
+        before: str = "an earlier start",
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Open the run folder and the loggers that ``config`` enables.
@@ -88,7 +89,7 @@ class RunLogger:
             run_id: identifies the run across restarts.
             data: summary of the training data, written to the folder.
             facts: job and start numbers.
-            continues: this start has taken phases before.
+            before: which start has used the folder, if it was used.
             check: raises SupersededError once a later start has taken over the run; called at most every
                 `SUPERSEDED_CHECK_SECONDS`, and at the end. Nothing is written after that.
 
@@ -96,6 +97,7 @@ class RunLogger:
             UserError: when the folder cannot be created or written.
         """
         self.enabled = enabled
+        self.interval = config.logging.log_interval  # steps between log lines; may change between steps, on all ranks
         self.folder = Path(config.logging.run_dir) if enabled and config.logging.run_dir else None
         self._check_superseded = check
         self._superseded: SupersededError | None = None
@@ -116,9 +118,10 @@ class RunLogger:
         self._console = open_console(iteration, self._throughput_model.total_iterations)
         reuse_note = None
         if self.folder is not None:
-            held = "the phase before" if continues else "an earlier start"
-            reuse_note = self._open_folder(self.folder, to_yaml(config), name, data or {}, held)
+            reuse_note = self._open_folder(self.folder, to_yaml(config), name, data or {}, before)
         self._open_trackers(config, run_id, name)
+        if (alerts := alert_logger(last_phase=not later[0])) is not None:
+            self.add("alerts", lambda: alerts)
         kind = "evaluation" if config.training.skip_train else "start"  # an evaluation does not restart the loss curve
         self._event(kind, {"run-id": run_id, "world-size": world_size, **self._phase, **(facts or {})})
         if reuse_note:
@@ -244,6 +247,16 @@ class RunLogger:
     def incident(self, kind: str, text: str, folder: Path | None = None) -> None:
         """Report an incident of a kind of ``incidents.KINDS``, and its folder."""
         self._event("incident", {"kind": kind, "text": text, "folder": None if folder is None else str(folder)})
+
+    def rewound(self, text: str) -> None:
+        """Report the steps since the last log line, and that the run goes back from them."""
+        if self._read_pending is not None:
+            self.train(self._read_pending())
+        self._event("rewind", {"text": text})
+
+    def control(self, text: str, done: bool, **fields: str) -> None:
+        """Report a request to the running job: by whom, what was asked for, and what followed."""
+        self._event("control", {"text": text, "done": done, **fields})
 
     def stopped(self, why: str) -> None:
         """Report why the run ends before its last step."""

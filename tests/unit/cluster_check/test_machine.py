@@ -29,6 +29,7 @@ from tools.cluster_check.report import (
     ClusterReport,
     section_summary,
 )
+from tools.lib import machine_health
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +123,8 @@ def test_infiniband_and_network(tmp_path: Path) -> None:
     port.mkdir(parents=True)
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     (port / "state").write_text("4: ACTIVE\n")
-    assert checks.infiniband_ports(tmp_path / "ib") == ["mlx5_0:1 400 Gb/sec (4X NDR) ACTIVE"]
-    assert checks.infiniband_ports(tmp_path / "none") == []
+    assert machine_health.infiniband_ports(tmp_path / "ib") == ["mlx5_0:1 400 Gb/sec (4X NDR) ACTIVE"]
+    assert machine_health.infiniband_ports(tmp_path / "none") == []
     for name, state, speed in (
         ("eth0", "up", "100000"),
         ("eth1", "down", "-1"),
@@ -133,7 +134,7 @@ def test_infiniband_and_network(tmp_path: Path) -> None:
         (tmp_path / "net" / name).mkdir(parents=True)
         (tmp_path / "net" / name / "operstate").write_text(f"{state}\n")
         (tmp_path / "net" / name / "speed").write_text(speed)
-    assert checks.network_interfaces(tmp_path / "net") == ["eth0 100000 Mb/s", "ib0"]
+    assert machine_health.network_interfaces(tmp_path / "net") == ["eth0 100000 Mb/s", "ib0"]
 
 
 def test_this_machine(facts: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ from tools import generate_docs
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the path that the tool writes to."""
     monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
-    (tmp_path / "operations.md").write_text(generate_docs.OPERATIONS.read_text())
-    monkeypatch.setattr(generate_docs, "OPERATIONS", tmp_path / "operations.md")
+    (tmp_path / "logs.md").write_text(generate_docs.LOGS.read_text())
+    monkeypatch.setattr(generate_docs, "LOGS", tmp_path / "logs.md")
     monkeypatch.setattr(generate_docs, "FLAGS", tmp_path / "flags.md")
     return tmp_path / "flags.md"
 
@@ -22,7 +22,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_page_is_written(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate_docs.main([]) == 0
     assert page.read_text() == generate_docs.flags_page()
-    assert capsys.readouterr().out == "flags.md\noperations.md\n"
+    assert capsys.readouterr().out == "flags.md\nlogs.md\n"
 
 
 def test_help_writes_nothing(page: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,7 @@ def test_an_error_is_reported_once_and_the_rest_is_left_to_the_end_of_the_proces
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", os.devnull)
     assert main.run(tiny_run(tmp_path)) == 1
     assert text in capsys.readouterr().err
-    monkeypatch.setattr(failure_report, "register_failure", lambda: False)  # another rank has reported it
+    monkeypatch.setattr(failure_report, "is_first_failure", lambda error: False)  # another rank has reported it
     assert main.run(tiny_run(tmp_path)) == 1
     assert "error: " not in capsys.readouterr().err
 
@@ -221,7 +221,7 @@ def test_failures_are_classified(error: BaseException, kind: str) -> None:
 
 
 def test_every_kind_is_documented_and_tried() -> None:
-    docs = (Path(__file__).parents[3] / "docs/operations.md").read_text(encoding="utf-8")
+    docs = (Path(__file__).parents[3] / "docs/running.md").read_text(encoding="utf-8")
     section = docs.split("### When a rank fails\n")[1].split("\n### ")[0]
     documented = re.findall(r"^\| `([a-z-]+)` \|", section, flags=re.MULTILINE)
     assert documented == [*FAILURE_KINDS]

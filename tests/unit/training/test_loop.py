@@ -29,6 +29,7 @@ from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import HealthReport
 from megatron.training.checkpointer import Checkpointer
 from megatron.training.components.nonfinite import NonFiniteCheck
+from megatron.training.control import NO_REQUEST
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.features import build_callbacks
 from megatron.training.loggers.run_folder import read_history
@@ -38,7 +39,6 @@ from megatron.training.metrics import Goodput, MetricsWindow
 from megatron.training.resume_source import read_only_options
 from megatron.training.step import evaluate, train_step
 from megatron.training.stop import (
-    NO_REQUEST,
     SIGNALS,
     STOP_FILE_FOUND,
     TIME_LIMIT,
@@ -72,8 +72,9 @@ def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
     stop = StopRequest(trainer.mesh.world, trainer.device)
     try:
         with RunLogger(config, world_size=1, device=trainer.device) as log:
-            trainer.components += build_callbacks(trainer, log, stop)
-            return train(trainer, None, log, stop, Checkpointer(trainer), Goodput()), trainer
+            checkpointer = Checkpointer(trainer)
+            trainer.components += build_callbacks(trainer, log, stop, checkpointer)
+            return train(trainer, None, log, stop, checkpointer, Goodput()), trainer
     finally:
         stop.restore()
 
@@ -547,7 +548,7 @@ def test_a_second_signal_has_its_default_effect_unless_it_is_the_echo_of_a_launc
     received: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = StopRequest(Group(), torch.device("meta"))  # one rank reads no tensor, which would raise here
-    assert (request.poll(), request.profile_request) == (0, NO_REQUEST)
+    assert (request.poll(), request.requests) == (0, NO_REQUEST)
     for _ in range(3):
         signal.raise_signal(signal.SIGTERM)
     assert (request.poll(), received) == (128 + signal.SIGTERM, [])

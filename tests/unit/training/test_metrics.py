@@ -42,6 +42,7 @@ from megatron.training.loggers.console import (
     SECONDS_LEFT,
     TOTAL_ITERATIONS,
 )
+from megatron.training.loggers.feature_metrics import POWER_METRICS
 from megatron.training.metrics import (
     BUBBLE_TIME,
     Goodput,
@@ -56,7 +57,7 @@ from megatron.training.metrics import (
     timer_metrics,
 )
 from tests.kit.runs import before_step, kill, records, start, tiny_run
-from tools.generate_docs import OPERATIONS, operations_page
+from tools.generate_docs import LOGS, logs_page
 
 CPU = torch.device("cpu")
 
@@ -195,15 +196,15 @@ def test_times_before_the_first_step_and_in_pauses_are_excluded(clock: Clock, si
 
 def test_sent_bytes_are_per_step_without_pauses(clock: Clock, single_process: None) -> None:
     group = Group((0, 1), 0, None, "tp")
-    group.sends("all-reduce", 100.0)  # before the first step
+    group.called("all-reduce", torch.zeros(()), 100.0)  # before the first step
     window = MetricsWindow(CPU, seq_length=1, world=group)
     for _ in range(2):
         clock.now += 1.0
-        group.sends("all-reduce", 6.0)
-        group.sends("send", 8.0)
+        group.called("all-reduce", torch.zeros(()), 6.0)
+        group.called("send", torch.zeros(()), 8.0)
         window.add(step(3.0), samples=1)
     with window.paused():
-        group.sends("send", 100.0)
+        group.called("send", torch.zeros(()), 100.0)
     record = read(window, 2, alone=True)
     assert record["sent-bytes-tp"] == 7.0
 
@@ -322,7 +323,11 @@ def everything() -> dict[str, Any]:
         )
     for option in ("minmax", "all"):
         found |= timer_metrics(ranks, option)
-    return found | ThroughputModel.from_config(config, 2, "cpu").metrics(found) | {"world-size": 2, "phase": "main"}
+    return (
+        found
+        | ThroughputModel.from_config(config, 2, "cpu").metrics(found)
+        | {**dict.fromkeys(POWER_METRICS, 1.0), "world-size": 2, "phase": "main"}
+    )
 
 
 def general(logged: Iterable[str]) -> set[str]:
@@ -337,14 +342,14 @@ def general(logged: Iterable[str]) -> set[str]:
 def test_the_table_has_every_metric_and_no_other(single_process: None) -> None:
     found = everything()
     assert general(found) == general(METRICS)
-    assert evaluation_metrics("valid:wiki", 4.0, {"ema": 5.0}).keys() == EVALUATION_METRICS.keys()
+    assert evaluation_metrics("valid:wiki", 4.0, {"ema": 5.0}, seconds=1.0).keys() == EVALUATION_METRICS.keys()
     lists = {name for name, value in found.items() if isinstance(value, list)}
     assert general(lists) == {name for name, metric in METRICS.items() if metric.unit.startswith("list of")}
 
 
 def test_the_tables_in_the_documentation_match_the_code() -> None:
-    text = OPERATIONS.read_text()
-    assert text == operations_page(text), "run: python tools/generate_docs.py"
+    text = LOGS.read_text()
+    assert text == logs_page(text), "run: python tools/generate_docs.py"
     for name in summarize_health(
         ["embedding", "layers.0", "head"],
         torch.ones(3, 8),

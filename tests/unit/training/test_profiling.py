@@ -25,12 +25,8 @@ from megatron.distributed.timing import PHASES, profiler_range
 from megatron.training import stop as stop_module
 from megatron.training.callbacks import profiler as profiler_module
 from megatron.training.callbacks.profiler import Profiler, StepProfiler
-from megatron.training.stop import (
-    DEFAULT_PROFILE_STEPS,
-    NO_REQUEST,
-    ProfileRequest,
-    StopRequest,
-)
+from megatron.training.control import DEFAULT_PROFILE_STEPS, NO_REQUEST, Requests
+from megatron.training.stop import StopRequest
 from tests.kit.runs import before_step, column, records, start, tiny_run
 
 CPU = torch.device("cpu")
@@ -339,12 +335,12 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StopRequest
     signal.signal(signal.SIGUSR2, before)
 
 
-def asked(stop: StopRequest) -> ProfileRequest:
+def asked(stop: StopRequest) -> Requests:
     assert stop.poll() == 0
-    return stop.profile_request
+    return stop.requests
 
 
-BY_SIGNAL = ProfileRequest(DEFAULT_PROFILE_STEPS)
+BY_SIGNAL = Requests(DEFAULT_PROFILE_STEPS)
 
 
 def test_signals_are_one_request_that_is_agreed_on_with_a_stop(
@@ -358,10 +354,10 @@ def test_signals_are_one_request_that_is_agreed_on_with_a_stop(
     signal.raise_signal(signal.SIGUSR2)
     assert [asked(stop), asked(stop)] == [BY_SIGNAL, NO_REQUEST]
     signal.raise_signal(signal.SIGUSR1)
-    assert (stop.poll(), stop.profile_request) == (128 + signal.SIGUSR1, NO_REQUEST)
+    assert (stop.poll(), stop.requests) == (128 + signal.SIGUSR1, NO_REQUEST)
     stop.restore()
     signal.raise_signal(signal.SIGUSR2)
-    assert (stop.poll(), stop.profile_request, received) == (128 + signal.SIGUSR1, NO_REQUEST, [signal.SIGUSR2])
+    assert (stop.poll(), stop.requests, received) == (128 + signal.SIGUSR1, NO_REQUEST, [signal.SIGUSR2])
     assert capsys.readouterr().err == ""
 
 
@@ -382,10 +378,10 @@ INVALID = "warning: no profile: PROFILE may be empty, for 2 steps, or contain a 
     ("text", "expected"),
     [
         ("", BY_SIGNAL),
-        (" 12 \n", ProfileRequest(12)),
-        (str(MAX_PROFILE_STEPS), ProfileRequest(MAX_PROFILE_STEPS)),
-        ("pipeline\n", ProfileRequest(pipeline=DEFAULT_PROFILE_STEPS)),
-        ("pipeline 3", ProfileRequest(pipeline=3)),
+        (" 12 \n", Requests(12)),
+        (str(MAX_PROFILE_STEPS), Requests(MAX_PROFILE_STEPS)),
+        ("pipeline\n", Requests(pipeline=DEFAULT_PROFILE_STEPS)),
+        ("pipeline 3", Requests(pipeline=3)),
         *((text, NO_REQUEST) for text in ("0", "two", "3 pipeline", "2.5", str(MAX_PROFILE_STEPS + 1), "9" * 5000)),
         ("\0\xff", NO_REQUEST),
     ],

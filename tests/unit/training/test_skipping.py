@@ -12,6 +12,7 @@ import pytest
 
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
+from megatron.data.document_finder import DocumentFinder
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.skipped_dataset import SampleSkips
@@ -31,8 +32,8 @@ from tests.kit.runs import (
 )
 from tests.unit.checkpoint.samples import forge
 from tools import inspect_dataset
-from tools.diff_runs import open_samples, read_run
-from tools.lib.run_samples import DocumentFinder, RunSamples
+from tools.lib.run_differences import open_samples, read_run
+from tools.lib.run_samples import RunSamples
 from tools.lib.spikes import find_spikes, tail_probability
 
 SAVES = "--micro-batch-size 2 --save-interval 2"

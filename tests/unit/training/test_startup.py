@@ -393,7 +393,7 @@ def test_startup_times_are_logged_once_after_the_first_step(tmp_path: Path) -> N
 
 
 def test_every_phase_is_documented() -> None:
-    docs = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    docs = (ROOT / "docs/running.md").read_text(encoding="utf-8")
     table = docs.split("## How long a start takes\n")[1].split("\n## ")[0].split("|---|---|\n")[1].split("\n\n")[0]
     assert table.splitlines() == [f"| `{name}` | {meaning} |" for name, meaning in PHASES.items()]
 

@@ -36,7 +36,7 @@ def texts() -> list[str]:
     """Return made-up pages, and parts of a page of this project."""
     draw, weights = Random(5), (9, 9, 1, 1, 1, 1, 9, 0.1, 1, 0.1)
     made = ["\n".join(draw.choices(SENTENCES, weights, k=draw.randrange(1, 25))) for _ in range(50)]
-    paragraphs = (Path(__file__).parents[4] / "docs" / "operations.md").read_text().split("\n\n")
+    paragraphs = (Path(__file__).parents[4] / "docs" / "checkpoints.md").read_text().split("\n\n")
     return made + ["\n".join(paragraphs[i : i + 6]) for i in range(0, 180, 6)]
 
 

@@ -1,0 +1,115 @@
+"""Rewinds of a run: where it went back, and the samples that it has left out since. No torch.
+
+``SAVE/rewinds.json`` lists them, oldest first, and each checkpoint those that it was written after. The file is written
+before the run goes back, so it decides: from then on a checkpoint of a later step that does not know the rewind is
+passed over (:func:`later_rewinds`), and each start leaves out the samples of all rewinds. After a crash at any time the
+run is either before the rewind, or after it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.durable_files import publish_file, write_file
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.location import Location
+from megatron.config.files import parse_json, read_small
+
+REWINDS_FILE = "rewinds.json"
+
+REWIND_TYPES: Mapping[str, Any] = {
+    "id": str,
+    "kind": str,
+    "step": int,
+    "steps": int,
+    "begin": int,
+    "end": int,
+    "phase": str,
+}
+"""Types of the fields of a rewind, as of ``odd_values``."""
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """One time that a run went back; JSON."""
+
+    # Random, so that checkpoints can name it.
+    id: str
+    # Kind of the incident: spike or nonfinite.
+    kind: str
+    # Number of the step after which the run went back, from 1.
+    step: int
+    # Steps whose samples are left out, that one included.
+    steps: int
+    # Places of the samples that are left out in the order of the data of the phase, from begin to end - 1.
+    begin: int
+    end: int
+    # Name of the phase; empty for a run without phases.
+    phase: str = ""
+
+    @property
+    def limit(self) -> int:
+        """Steps taken in the newest checkpoint to which the run may go back."""
+        return self.step - self.steps
+
+    @property
+    def words(self) -> str:
+        """The samples that are left out, as ``--skip-samples`` takes them."""
+        return f"{self.phase}/{self.begin}:{self.end}" if self.phase else f"{self.begin}:{self.end}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return asdict(self)
+
+
+def later_rewinds(step: int, known: Iterable[str], rewinds: Sequence[Rewind]) -> list[Rewind]:
+    """Return the rewinds that have undone the last steps of a checkpoint.
+
+    Args:
+        step: steps taken in the checkpoint.
+        known: ids of the rewinds that it was written after.
+        rewinds: of the run.
+    """
+    ids = {*known}
+    return [rewind for rewind in rewinds if rewind.id not in ids and step > rewind.limit]
+
+
+def rewinds_of(state: Mapping[str, Any]) -> list[Rewind]:
+    """Return the rewinds that a checkpoint was written after, from the state in its manifest."""
+    return [Rewind(**entry) for entry in state.get("rewinds", {}).get("list", ())]
+
+
+def read_rewinds(folder: Location) -> list[Rewind]:
+    """Return the rewinds of the run that saves into a folder, oldest first.
+
+    Raises:
+        CheckpointError: if the file cannot be understood.
+        OSError: if the disk fails, or the store does not answer.
+    """
+    path = folder / REWINDS_FILE
+    try:
+        content = read_small(path) if isinstance(path, Path) else path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    try:
+        return [Rewind(**entry) for entry in parse_json(content)]
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def write_rewinds(folder: Location, rewinds: Sequence[Rewind]) -> None:
+    """Replace the list of the rewinds of a run, durably.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    content = (json.dumps([rewind.to_json() for rewind in rewinds], indent=1) + "\n").encode()
+    path = folder / REWINDS_FILE
+    if isinstance(path, Path):
+        publish_file(path, content)
+    else:
+        write_file(path, content)
