@@ -21,8 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # if this checkout is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 from megatron.config.text import echo
 from megatron.training.replicas.store import serve
@@ -75,7 +74,7 @@ class LocalReplicas:
 
     def run(self) -> int:
         """Keep the replicas running until the run has ended; return the exit status."""
-        restarts, ended, due = 0, 0, {index: 0.0 for index in range(self.options.replicas)}
+        restarts, ended, due = 0, 0, dict.fromkeys(range(self.options.replicas), 0.0)
         until = float("inf")
         while self.running or due:
             if self.signalled:
