@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +27,10 @@ from tests.kit.runs import tiny_run
 
 FP64 = "--params-dtype fp64"
 
-LIMIT_SECONDS = 120.0
+LIMIT_SECONDS = 60.0
+
+STACKS = signal.SIGRTMIN
+"""Lets a rank print its stacks."""
 
 
 def weights_hash(trainer: Trainer) -> str:
@@ -41,6 +46,7 @@ def weights_hash(trainer: Trainer) -> str:
 
 def replica_rank(folder: Path, flags: str, name: str, pause: float) -> int:
     """One rank of a start of a replica; after each step it appends a line to ``folder/steps.RANK.jsonl``."""
+    faulthandler.register(STACKS, all_threads=True)
     take_step, complete, rank = loop.take_step, Trainer.complete, os.environ["RANK"]
     computed: list[int] = []  # samples of the current step
 
@@ -157,8 +163,11 @@ class Fleet:
         return bool(lines) and lines[-1]["start"] == self.names[index]
 
     def output(self) -> str:
-        """All that was printed."""
-        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.output")))
+        """All that was printed, and how the last starts have ended."""
+        ends = {name: [p.poll() for p in self.programs[index]] for index, name in self.names.items()}
+        return f"{ends}\n" + "\n".join(
+            f"--- {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.output"))
+        )
 
     def wait(self, done: Callable[[], bool], seconds: float = LIMIT_SECONDS) -> None:
         """Wait until ``done()``.
@@ -169,6 +178,10 @@ class Fleet:
         until = time.monotonic() + seconds
         while not done():
             if time.monotonic() > until:
+                for program in [each for programs in self.programs.values() for each in programs]:
+                    with suppress(ProcessLookupError):
+                        program.send_signal(STACKS)
+                time.sleep(1.0)
                 raise TimeoutError(self.output())
             time.sleep(0.03)
 
