@@ -133,6 +133,9 @@ class ReliabilityConfig:
                 yield Problem(
                     "E980", f"{name} {text} goes back to a checkpoint, and --save is not given", ("--save FOLDER",)
                 )
+            if config.elastic.elastic_replicas is not None:
+                sentence = f"{name} {text} does not support --elastic-replicas: each replica would go back by itself"
+                yield Problem("E980", sentence, (f"{name} {instead}", "drop --elastic-replicas"))
             if config.diloco.diloco_sync_interval is not None:
                 sentence = f"{name} {text} does not support --diloco-sync-interval: one replica would go back alone"
                 yield Problem("E980", sentence, (f"{name} {instead}", "drop --diloco-sync-interval"))

@@ -107,6 +107,16 @@ DILOCO_METRICS = {
 }
 """Metrics of a round of DiLoCo."""
 
+ELASTIC_METRICS = {
+    "elastic-replicas": Metric("replicas", "that took the last step"),
+    "elastic-seconds": Metric("seconds", "window: of a step, from the gradients of this replica to those of all"),
+    "elastic-aborted": Metric("", "window: exchanges that were repeated after the loss of a replica"),
+    "elastic-left-out-samples": Metric(
+        "samples", "of lost replicas, that this start left out; with `--elastic-batch shrink`"
+    ),
+}
+"""Metrics of elastic replicas in log lines."""
+
 HEALTH_MAXIMA = {
     "activation-rms": "activations",
     "attention-logit": "attention logit",
