@@ -51,9 +51,9 @@ from megatron.distributed.launch import (
     write_error_file,
 )
 from megatron.pipeline.runtime import Pipeline
-from megatron.training.replicas.members import ReplicaError
 from megatron.training.loggers.run_folder import JsonLinesLogger
 from megatron.training.rank_log import write_text
+from megatron.training.replicas.members import ReplicaError
 
 MAX_CAUSE_CHARS = 60
 """Characters quoted from a library's error message."""

@@ -28,12 +28,12 @@ from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.optimizer.main_params import MainParams
 from megatron.training.build import build_trainer
-from megatron.training.replicas import store as replica_store
 from megatron.training.diloco.component import left_out, source_of
 from megatron.training.diloco.outer_optimizer import OuterOptimizer
-from megatron.training.replicas.store import GREETING, AuthenticatedChannel, read_secret, serve
-from megatron.training.replicas.members import Member, ReplicaError, Replicas, connect
 from megatron.training.failure_report import NonFiniteError
+from megatron.training.replicas import store as replica_store
+from megatron.training.replicas.members import Member, ReplicaError, Replicas, connect
+from megatron.training.replicas.store import GREETING, AuthenticatedChannel, read_secret, serve
 from tests.distributed.diloco_runs import (
     FP64,
     Killed,

@@ -41,10 +41,10 @@ from megatron.distributed.launch import is_peer_lost, run_on_rank0
 from megatron.optimizer.grad_compression import int8_all_reduce
 from megatron.training.component import Component, Kinds
 from megatron.training.diloco.outer_optimizer import GRAD, OuterOptimizer
-from megatron.training.replicas.store import read_secret
-from megatron.training.replicas.members import Member, ReplicaError, Replicas, connect
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.metrics import StepMetrics
+from megatron.training.replicas.members import Member, ReplicaError, Replicas, connect
+from megatron.training.replicas.store import read_secret
 from megatron.training.resume_source import ResumeSource, stream_of
 from megatron.training.trainer import Trainer
 

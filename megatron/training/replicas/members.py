@@ -140,7 +140,9 @@ class StoreClient(distributed_c10d.Store):
             case [b"none"] if not certain:
                 return []
             case [b"refused", reason]:
-                raise ReplicaError(f"the replica server refuses a request: {printable(reason.decode(errors='replace'))}")
+                raise ReplicaError(
+                    f"the replica server refuses a request: {printable(reason.decode(errors='replace'))}"
+                )
         raise ReplicaError(
             f"what answers is no replica server of this version: it sent {counted(len(answer), 'field')} to a request "
             f"{fields[0].decode()}; start tools/diloco_server.py of the replicas' version, and all replicas again"
@@ -200,9 +202,7 @@ class StoreClient(distributed_c10d.Store):
         self._seconds = timeout.total_seconds()
 
 
-def connect(
-    server: str, timeout: float, secret: bytes = b"", flags: str = "--diloco"
-) -> distributed_c10d.Store:
+def connect(server: str, timeout: float, secret: bytes = b"", flags: str = "--diloco") -> distributed_c10d.Store:
     """Return a client of the store at ``HOST:PORT``.
 
     Raises:
