@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
+from megatron.config.alerts import command_problems, webhook_problems
 from megatron.config.errors import Problem
 from megatron.config.option import Need, Run, option
+
+ALERTS = Need("alert_command or alert_webhook", "--alert-command or --alert-webhook")
 
 REWIND = "rewind"
 
@@ -45,11 +48,22 @@ def parse_policy(words: tuple[str, ...], text: str) -> Policy:
 parse_spike_policy = partial(parse_policy, ("log", "skip"))
 parse_nonfinite_policy = partial(parse_policy, ("skip", "stop"))
 
+REPLAY = Need("replay_check")
+
 
 @dataclass(frozen=True)
 class ReliabilityConfig:
     """Faults of hardware, data and numbers: how they are found, recorded and survived."""
 
+    log_slowest_ranks_interval: int | None = option(None, role="start", at_least=1)
+    """Steps between reports on the slowest ranks: machine, and excess in data, forward, backward and optimizer without
+    waits for other ranks. Default: never."""
+    alert_command: str | None = option(None, role="start")
+    """Program, with arguments, that is run when the run ends, stops or fails, and at incidents."""
+    alert_webhook: str | None = option(None, role="start")
+    """URL that receives the same alerts as JSON: env:VARIABLE or file:PATH that holds it, or a URL without a key."""
+    alert_interval_mins: float = option(10.0, role="start", at_least=0, needs=ALERTS)
+    """Minutes between two alerts of one kind."""
     on_spike: str = option("skip", role="free", check=parse_spike_policy, needs=Need("skip_spikes"))
     """Action at a spike: log it, skip the update, or rewind:N: go back to the newest checkpoint from at least N steps
     before it, and leave out the samples of the last N steps."""
@@ -60,6 +74,54 @@ class ReliabilityConfig:
     logged."""
     rank_logs: bool = option(True, role="start", needs="run_dir")
     """Write warnings, errors and crashes of each rank into RUN_DIR/ranks."""
+    replay_check: int | None = option(None, role="free", at_least=1, example=50)
+    """Compute every N-th step again, also the first of a start and those that are saved, and compare to the bit."""
+    replay_check_part: str = option("all", role="free", choices=("all", "rotate"), needs=REPLAY)
+    """What of a step is computed again: all micro-batches, or one of them in turn and all in every n-th check."""
+    on_corruption: str = option("stop", role="free", choices=("stop", "exclude", "report"), needs=REPLAY)
+    """After a difference: end the run, and refuse to resume (stop); end it, and let a restart resume from a checkpoint
+    before it without the node (exclude); or record it and go on (report)."""
+
+    refused: ClassVar = """
+    replay_check and cuda_graph=optimizer|step
+    E981 --replay-check {replay_check} repeats steps eagerly, and --cuda-graph {cuda_graph} captures them
+      fix: --cuda-graph none | drop --replay-check
+
+    replay_check and diloco_sync_interval
+    E981 --replay-check {replay_check} is untested with --diloco-sync-interval
+      fix: drop --replay-check | drop --diloco-sync-interval
+
+    replay_check and grad_compression!=none
+    E981 --replay-check {replay_check}: --grad-compression keeps errors, which a repeated step would change
+      fix: drop --replay-check | --grad-compression none
+
+    replay_check and optimizer_cpu_offload
+    E981 --replay-check {replay_check} is untested with --optimizer-cpu-offload
+      fix: drop --replay-check | drop --optimizer-cpu-offload
+
+    replay_check and local_save
+    E981 --replay-check {replay_check} is untested with --local-save: nodes could resume from what is suspect
+      fix: drop --replay-check | drop --local-save
+    """
+
+    def check_suspects(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that suspect checkpoints can be set aside."""
+        save = config.checkpoint.save
+        if self.replay_check is not None and save is not None and "://" in save:
+            sentence = f"--replay-check {self.replay_check} sets suspect checkpoints aside on disks only, not in {save}"
+            yield Problem("E981", sentence, ("drop --replay-check", "--save DIR"))
+
+    def note_slowest_ranks(self, config: Run, world_size: int) -> Iterator[str]:
+        """Note that a single rank is not compared."""
+        if self.log_slowest_ranks_interval is not None and world_size == 1:
+            yield "--log-slowest-ranks-interval has no effect on one rank"
+
+    def check_alerts(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that the program and the URL of alerts can be found, before they are needed."""
+        if self.alert_command is not None:
+            yield from command_problems(self.alert_command)
+        if self.alert_webhook is not None:
+            yield from webhook_problems(self.alert_webhook)
 
     def check_rewind(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that a run that goes back has checkpoints, and is alone."""

@@ -13,6 +13,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.compute import ComputeConfig
 from megatron.config.data import DataConfig
 from megatron.config.diloco import DilocoConfig
+from megatron.config.elastic import ElasticConfig
 from megatron.config.evaluation import EvaluationConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
@@ -39,6 +40,7 @@ class RunConfig(WithPluginOptions):
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     diloco: DilocoConfig = field(default_factory=DilocoConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -30,16 +30,43 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.distributed.timing import COMMUNICATION_PREFIX, Stopwatch, profiler_range
+from megatron.distributed.places import AWAITED, AWAITED_KIND, PLACE, UNNUMBERED, UNTRACKED
+from megatron.distributed.timing import COMMUNICATION_PREFIX, NO_SPAN, Stopwatch, profiler_range
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
 BROADCAST, REDUCE, ALL_TO_ALL, SEND = "broadcast", "reduce", "all-to-all", "send"
+EXCHANGE, MESSAGE, OBJECTS = "exchange", "message", "all-gather of objects"
+
+
+class CommObserver(Protocol):
+    """Observer of the tensors that this rank gives to collectives and messages, and gets from them."""
+
+    def on_input(self, operation: str, tensors: Sequence[Tensor], group: Group | Channel) -> str:
+        """Act on what this rank gives; return a label of the communication, the same on all its ranks."""
+
+    def on_output(self, label: str, x: Tensor) -> None:
+        """Act on what this rank gets, once it is complete."""
+
+
+class Call(NamedTuple):
+    """A call of a collective, or of a message."""
+
+    # Among those of the group, see :meth:`Places.call`.
+    number: int = 0
+    # Of the observer; empty without one, or if this rank gets nothing.
+    label: str = ""
+
+
+NO_CALL = Call()
+
+IN_PHASE = " in "
+"""Separates axes from a phase in the names of a meter."""
 
 
 class CommMeter(Stopwatch):
@@ -52,6 +79,24 @@ class CommMeter(Stopwatch):
         """Start at zero."""
         super().__init__(names)
         self._sent: dict[tuple[str, str], float] = {}
+        # Of all communication of the mesh.
+        self.observer: CommObserver | None = None
+        self.phase = ""  # of a step, under which seconds are counted, too
+        self.by_phase: dict[str, float] = {}  # seconds of all axes by phase, as far as :meth:`pop` has returned them
+
+    def span(self, name: str, cuda: bool) -> AbstractContextManager[None]:
+        """See :class:`Stopwatch`."""
+        return super().span(f"{name}{IN_PHASE}{self.phase}" if self.phase else name, cuda)
+
+    def pop(self) -> dict[str, float]:
+        """See :class:`Stopwatch`."""
+        taken: dict[str, float] = {}
+        for name, seconds in super().pop().items():
+            axes, _, phase = name.partition(IN_PHASE)
+            taken[axes] = taken.get(axes, 0.0) + seconds
+            if phase:
+                self.by_phase[phase] = self.by_phase.get(phase, 0.0) + seconds
+        return taken
 
     def sends(self, axes: str, operation: str, count: float) -> None:
         """Add ``count`` bytes, unless paused."""
@@ -62,6 +107,16 @@ class CommMeter(Stopwatch):
         """Return bytes by axes and operation since the last call."""
         taken, self._sent = self._sent, {}
         return taken
+
+    def given(self, operation: str, tensors: Sequence[Tensor], group: Group | Channel) -> str:
+        """Pass what this rank gives to the observer; return its label."""
+        return "" if self.observer is None else self.observer.on_input(operation, tensors, group)
+
+    def got(self, call: Call, x: Tensor) -> Tensor:
+        """Pass what this rank has got to the observer; return it."""
+        if call.label and self.observer is not None:
+            self.observer.on_output(call.label, x)
+        return x
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -91,6 +146,8 @@ class Group:
     axes: str = field(default="world", compare=False)
     # Shared by all groups of a mesh.
     meter: CommMeter = field(default_factory=CommMeter, compare=False, repr=False)
+    # In the place of this process; groups with one communicator share it.
+    row: int = field(default=UNTRACKED, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -107,13 +164,30 @@ class Group:
         """True if NCCL communicates."""
         return self.size > 1 and dist.get_backend(self.handle) == "nccl"
 
-    def blocked(self, x: Tensor) -> AbstractContextManager[None]:
-        """Count the time inside as blocked on the other ranks, on the device of ``x``; also a range in profiles."""
-        return profiler_range(COMMUNICATION_PREFIX + self.axes, self.meter.span(self.axes, x.is_cuda))
+    def blocked(self, out: Tensor, call: Call = NO_CALL) -> AbstractContextManager[None]:
+        """Count the time inside as blocked on the other ranks, on the device of ``out``; also a range in profiles.
 
-    def sends(self, operation: str, count: float) -> None:
-        """Count the bytes that a ring collective over ``count`` bytes sends from this rank."""
-        self.meter.sends(PIPELINE if self.axes == BUBBLE else self.axes, operation, count * (self.size - 1) / self.size)
+        Args:
+            out: what this rank gets, complete at the end.
+            call: from :meth:`called`.
+        """
+        return profiler_range(
+            COMMUNICATION_PREFIX + self.axes, _Wait(self, self.meter.span(self.axes, out.is_cuda), call, out)
+        )
+
+    def called(self, operation: str, x: Tensor, count: float, given: Sequence[Tensor] | None = None) -> Call:
+        """Record the call of a collective on ``x``.
+
+        Args:
+            operation: such as ``ALL_REDUCE``.
+            x: of the same dtype and size on all ranks.
+            count: bytes that a ring collective sends from this rank, times the ranks over the other ranks.
+            given: what this rank gives; None for ``x``.
+        """
+        axes = PIPELINE if self.axes == BUBBLE else self.axes
+        self.meter.sends(axes, operation, count * (self.size - 1) / self.size)
+        number = PLACE.call(self.row, operation, axes, x.dtype, x.numel())
+        return Call(number, self.meter.given(operation, (x,) if given is None else given, self))
 
 
 @dataclass(frozen=True)
@@ -126,10 +200,42 @@ class Channel:
     handle: dist.ProcessGroup | None = field(default=None, compare=False)
     # Counts time blocked as ``BUBBLE`` and bytes sent as ``PIPELINE``.
     meter: CommMeter = field(default_factory=CommMeter, compare=False, repr=False)
+    # In the place of this process.
+    row: int = field(default=UNTRACKED, compare=False, repr=False)
 
-    def blocked(self, x: Tensor) -> AbstractContextManager[None]:
-        """Count the time inside as blocked on the peer."""
-        return profiler_range(COMMUNICATION_PREFIX + BUBBLE, self.meter.span(BUBBLE, x.is_cuda))
+    def blocked(self, out: Tensor, call: Call = NO_CALL) -> AbstractContextManager[None]:
+        """Count the time inside as blocked on the peer; see :meth:`Group.blocked`."""
+        return profiler_range(
+            COMMUNICATION_PREFIX + BUBBLE, _Wait(self, self.meter.span(BUBBLE, out.is_cuda), call, out)
+        )
+
+    def called(self, x: Tensor, given: Sequence[Tensor]) -> Call:
+        """Record a message ``x``, of which this rank gives ``given``."""
+        number = PLACE.call(self.row, MESSAGE, PIPELINE, x.dtype, x.numel())
+        return Call(number, self.meter.given(SEND, given, self))
+
+
+class _Wait(AbstractContextManager[None]):
+    """Marks a call as awaited, in the place of this process, also after an error inside: it is then the place of the
+    error."""
+
+    __slots__ = ("_call", "_inner", "_meter", "_out", "_row")
+
+    def __init__(
+        self, group: Group | Channel, inner: AbstractContextManager[None], call: Call, out: Tensor | None = None
+    ) -> None:
+        self._row, self._meter, self._inner, self._call, self._out = group.row, group.meter, inner, call, out
+
+    def __enter__(self) -> None:
+        PLACE.slots[self._row + AWAITED] = self._call.number
+        self._inner.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._inner.__exit__(kind, error, trace)
+        if kind is None:
+            PLACE.slots[self._row + AWAITED] = 0
+            if self._out is not None:
+                self._meter.got(self._call, self._out)
 
 
 @dataclass
@@ -141,11 +247,13 @@ class Pending:
     group: Group | Channel = field(default_factory=Group)
     # Other tensors that are being sent.
     sent: Sequence[Tensor] = ()
+    # See :meth:`Group.called`.
+    call: Call = NO_CALL
 
     def wait(self) -> Tensor:
         """Wait for the communication, and return the result."""
         if self.works:
-            with self.group.blocked(self.result):
+            with self.group.blocked(self.result, self.call):
                 for work in self.works:
                     work.wait()
             self.works = self.sent = ()
@@ -186,8 +294,8 @@ def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
     """Start an :func:`all_reduce`."""
     if group.size == 1:
         return Pending(x)
-    group.sends(ALL_REDUCE, 2 * x.nbytes)
-    return Pending(x, [dist.all_reduce(x, _OPS[op], group.handle, async_op=True)], group)
+    call = group.called(ALL_REDUCE, x, 2 * x.nbytes)
+    return Pending(x, [dist.all_reduce(x, _OPS[op], group.handle, async_op=True)], group, call=call)
 
 
 def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
@@ -198,8 +306,8 @@ def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pend
         out = _rows_like(x, x.shape[0] * group.size)
     elif not x.is_cuda and x.untyped_storage()._cdata == out.untyped_storage()._cdata:
         x = x.clone()  # NCCL supports gathering in place; gloo does not document it
-    group.sends(ALL_GATHER, out.nbytes)
-    return Pending(out, [_all_gather(out, x.contiguous(), group=group.handle, async_op=True)], group)
+    call = group.called(ALL_GATHER, x, out.nbytes)
+    return Pending(out, [_all_gather(out, x.contiguous(), group=group.handle, async_op=True)], group, call=call)
 
 
 def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
@@ -208,24 +316,27 @@ def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> 
         return Pending(x)
     if out is None or not x.is_cuda:  # NCCL supports reducing in place; gloo does not document it
         out = _rows_like(x, x.shape[0] // group.size)
-    group.sends(REDUCE_SCATTER, x.nbytes)
-    return Pending(out, [_reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True)], group)
+    call = group.called(REDUCE_SCATTER, x, x.nbytes)
+    return Pending(out, [_reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True)], group, call=call)
 
 
 def start_broadcast(x: Tensor, group: Group, source: int) -> Pending:
     """Start copying ``x`` of rank ``source`` of the group into ``x`` of the others."""
     if group.size == 1:
         return Pending(x)
-    group.sends(BROADCAST, x.nbytes)
-    return Pending(x, [dist.broadcast(x, group.ranks[source], group.handle, async_op=True)], group)
+    call = group.called(BROADCAST, x, x.nbytes, (x,) if group.rank == source else ())
+    return Pending(x, [dist.broadcast(x, group.ranks[source], group.handle, async_op=True)], group, call=call)
 
 
 def start_reduce(x: Tensor, group: Group, target: int) -> Pending:
     """Start summing ``x`` over ranks, in place on rank ``target`` of the group; on the others ``x`` becomes invalid."""
     if group.size == 1:
         return Pending(x)
-    group.sends(REDUCE, x.nbytes)
-    return Pending(x, [dist.reduce(x, group.ranks[target], _OPS["sum"], group.handle, async_op=True)], group)
+    call = group.called(REDUCE, x, x.nbytes)
+    if group.rank != target:
+        call = Call(call.number)
+    work = dist.reduce(x, group.ranks[target], _OPS["sum"], group.handle, async_op=True)
+    return Pending(x, [work], group, call=call)
 
 
 def start_all_to_all(x: Tensor, group: Group) -> Pending:
@@ -233,8 +344,9 @@ def start_all_to_all(x: Tensor, group: Group) -> Pending:
     if group.size == 1:
         return Pending(x)
     out = torch.empty_like(x)
-    group.sends(ALL_TO_ALL, x.nbytes)
-    return Pending(out, [dist.all_to_all_single(out, x.contiguous(), group=group.handle, async_op=True)], group)
+    call = group.called(ALL_TO_ALL, x, x.nbytes)
+    work = dist.all_to_all_single(out, x.contiguous(), group=group.handle, async_op=True)
+    return Pending(out, [work], group, call=call)
 
 
 def start_all_to_all_rows(
@@ -249,22 +361,26 @@ def start_all_to_all_rows(
     out = _rows_like(x, sum(received))
     leaving = sum(sent) - sent[group.rank]
     group.meter.sends(group.axes, ALL_TO_ALL, leaving * x[:1].nbytes)
+    number = PLACE.call(group.row, ALL_TO_ALL, group.axes, x.dtype, 0)  # ranks have different numbers of rows
+    call = Call(number, group.meter.given(ALL_TO_ALL, (x,), group))
     splits = list(received), list(sent)
     work = dist.all_to_all_single(out, x.contiguous(), *splits, group=group.handle, async_op=True)
-    return Pending(out, [work], group)
+    return Pending(out, [work], group, call=call)
 
 
 def start_send(x: Tensor, channel: Channel) -> Pending:
     """Start sending ``x``, which must not change until the send is complete."""
     channel.meter.sends(PIPELINE, SEND, x.nbytes)
+    call = Call(channel.called(x, (x,)).number)
     work = dist.isend(x, channel.target, channel.handle)
-    return Pending(x, () if work is None else (work,), channel)
+    return Pending(x, () if work is None else (work,), channel, call=call)
 
 
 def start_receive(out: Tensor, channel: Channel) -> Pending:
     """Start receiving the next message into ``out``, of the shape and dtype that is sent."""
+    call = channel.called(out, ())
     work = dist.irecv(out, channel.source, channel.handle)
-    return Pending(out, () if work is None else (work,), channel)
+    return Pending(out, () if work is None else (work,), channel, call=call)
 
 
 def start_exchange(
@@ -283,15 +399,17 @@ def start_exchange(
     messages = [(dist.isend, x, peer) for x, peer in sent] + [(dist.irecv, x, peer) for x, peer in received]
     operations = [dist.P2POp(operation, x, group.ranks[peer], group.handle) for operation, x, peer in messages]
     group.meter.sends(group.axes, SEND, sum(x.nbytes for x, _ in sent))
+    label = group.meter.given(SEND, [x for x, _ in sent], group)
     works = dist.batch_isend_irecv(operations) if operations else []
-    return Pending(result, works, group, [x for x, _ in sent])
+    PLACE.slots[group.row + AWAITED_KIND] = PLACE.kind(EXCHANGE, group.axes, result.dtype)
+    return Pending(result, works, group, [x for x, _ in sent], Call(UNNUMBERED, label))
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Reduce ``x`` in place over the group (``sum`` or ``max``); results are bitwise equal on all ranks."""
     if group.size > 1:
-        group.sends(ALL_REDUCE, 2 * x.nbytes)
-        with group.blocked(x):
+        call = group.called(ALL_REDUCE, x, 2 * x.nbytes)
+        with group.blocked(x, call):
             dist.all_reduce(x, _OPS[op], group.handle)
     return x
 
@@ -301,8 +419,8 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     out = _rows_like(x, x.shape[0] * group.size)
-    group.sends(ALL_GATHER, out.nbytes)
-    with group.blocked(x):
+    call = group.called(ALL_GATHER, x, out.nbytes)
+    with group.blocked(out, call):
         _all_gather(out, x.contiguous(), group=group.handle)
     return out
 
@@ -312,8 +430,8 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     out = _rows_like(x, x.shape[0] // group.size)
-    group.sends(REDUCE_SCATTER, x.nbytes)
-    with group.blocked(x):
+    call = group.called(REDUCE_SCATTER, x, x.nbytes)
+    with group.blocked(out, call):
         _reduce_scatter(out, x.contiguous(), group=group.handle)
     return out
 
@@ -327,9 +445,9 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
         group: ranks for which :func:`symmetric_memory_missing` has returned None.
     """
     handle = _handle(group)
-    group.sends(ALL_GATHER, x.nbytes * group.size)
+    call = group.called(ALL_GATHER, x, x.nbytes * group.size)
     rows, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [matrix], 0, handle.group_name)
-    return rows, y
+    return group.meter.got(call, rows), y
 
 
 def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
@@ -342,8 +460,8 @@ def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
     """
     handle = _handle(group)
     y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), matrix, "sum", 0, handle.group_name)
-    group.sends(REDUCE_SCATTER, y.nbytes * group.size)
-    return y
+    call = group.called(REDUCE_SCATTER, y, y.nbytes * group.size, (x,))
+    return group.meter.got(call, y)
 
 
 def symmetric_memory_missing(group: Group, device: torch.device) -> str | None:
@@ -386,7 +504,8 @@ def all_gather_objects(value: T, group: Group) -> list[T]:
         return [value] * group.size
     sizes, row = _pad(content, group)
     rows = row.new_empty(group.size * len(row))
-    _all_gather(rows, row, group=group.handle)
+    with _exchanging_objects(group):
+        _all_gather(rows, row, group=group.handle)
     return _decode(rows.chunk(group.size), sizes, group)
 
 
@@ -397,7 +516,8 @@ def gather_objects(value: T, group: Group) -> list[T]:
         return [value] * group.size if group.rank == 0 else []
     sizes, row = _pad(content, group)
     rows = [torch.empty_like(row) for _ in sizes] if group.rank == 0 else None
-    dist.gather(row, rows, group.ranks[0], group.handle)
+    with _exchanging_objects(group):
+        dist.gather(row, rows, group.ranks[0], group.handle)
     return [] if rows is None else _decode(rows, sizes, group)
 
 
@@ -407,10 +527,11 @@ def broadcast_object(value: T, group: Group) -> T:
     if not group.has_peers:
         return value
     size = content.new_tensor([len(content)], dtype=torch.int64)
-    dist.broadcast(size, group.ranks[0], group.handle)
-    if group.rank:
-        content = content.new_empty(int(size))
-    dist.broadcast(content, group.ranks[0], group.handle)
+    with _exchanging_objects(group):
+        dist.broadcast(size, group.ranks[0], group.handle)
+        if group.rank:
+            content = content.new_empty(int(size))
+        dist.broadcast(content, group.ranks[0], group.handle)
     received: T = _decode([content], [len(content)], group)[0]
     return received
 
@@ -428,10 +549,16 @@ def _encode(value: object, group: Group) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
 
 
+def _exchanging_objects(group: Group) -> AbstractContextManager[None]:
+    """Record a collective on JSON values in the place of this process, and that it is awaited."""
+    return _Wait(group, NO_SPAN, Call(PLACE.call(group.row, OBJECTS, group.axes, "bytes", 0)))
+
+
 def _pad(content: Tensor, group: Group) -> tuple[list[int], Tensor]:
     """Return the number of bytes of every rank, and this rank's bytes padded to the largest; collective."""
     sizes = content.new_empty(group.size, dtype=torch.int64)
-    _all_gather(sizes, content.new_tensor([len(content)], dtype=torch.int64), group=group.handle)
+    with _exchanging_objects(group):
+        _all_gather(sizes, content.new_tensor([len(content)], dtype=torch.int64), group=group.handle)
     row = content.new_zeros(int(sizes.max()))
     row[: len(content)] = content
     return sizes.tolist(), row

@@ -14,7 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +30,7 @@ from megatron.config.privacy import redact_json
 from megatron.config.text import echo, listed_ranks
 from megatron.distributed import comm
 from megatron.distributed.comm import FAKE_BACKEND, Group
+from megatron.distributed.places import FAILED, PLACE, UNTRACKED
 
 T = TypeVar("T")
 
@@ -162,6 +165,15 @@ def _is_listening(host: str, port: int) -> bool:
     return True
 
 
+def write_flight_record() -> None:
+    """Write NCCL's last collectives to the file that it writes itself when one times out; without NCCL do nothing."""
+    prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
+    if prefix is not None and dist.is_initialized() and dist.get_backend() == "nccl":
+        with suppress(Exception):  # the report of a stall is worth more than this
+            record = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]
+            Path(f"{prefix}{dist.get_rank()}").write_bytes(record)
+
+
 def enable_flight_recorder(run_dir: str | None) -> None:
     """Let NCCL dump its last collectives to ``nccl_trace_rank_N`` in ``run_dir`` when one times out.
 
@@ -215,7 +227,26 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 def world_group(rank: int, world_size: int) -> Group:
     """Return the group of all ranks, for collectives before there is a mesh."""
     handle = dist.group.WORLD if world_size > 1 else None
-    return Group(tuple(range(world_size)), rank, handle)
+    return Group(tuple(range(world_size)), rank, handle, row=PLACE.world_row)
+
+
+def connect_places(world: Group, timeout: float, host: str, local_rank: int) -> Group:
+    """Let the ranks of each machine read each other's place; collective.
+
+    Args:
+        world: all ranks.
+        timeout: seconds after which a rank that waits has stalled.
+        host: name of this machine.
+        local_rank: number of this rank on its machine.
+
+    Returns:
+        ``world``, whose collectives are recorded from now on.
+    """
+    if world.has_peers:
+        untracked = replace(world, row=UNTRACKED)
+        gather = partial(comm.all_gather_objects, group=untracked)
+        PLACE.connect(gather, world.rank, timeout, host, local_rank)
+    return replace(world, row=PLACE.world_row)
 
 
 Outcome = list[Any]
@@ -288,13 +319,26 @@ FAILED_KEY = "failed_ranks"
 STORE_TIMEOUT_SECONDS = 3.0
 """Timeout of a request to the store."""
 
+ELECTION_SECONDS = 0.5
+"""Seconds in which ranks of a machine notice each other's failures when there is no store."""
+
 _unanswered: list[threading.Thread] = []
 """Threads whose requests timed out."""
 
 
 def register_failure() -> bool:
-    """Register a failure of this rank; return True if it is the first. True also when the store is unreachable."""
-    return _query_store(lambda store: int(store.add(FAILED_KEY, 1)) == 1, default=True)
+    """Register a failure of this rank; return True if it is the first.
+
+    When the store is unreachable, because the process that hosts it is stopped or gone, it is the first if no other
+    rank of this machine has failed before.
+    """
+    PLACE.slots[FAILED] = own = PLACE.slots[FAILED] or time.monotonic_ns()
+    first = _query_store(lambda store: int(store.add(FAILED_KEY, 1)) == 1, default=None)
+    if first is not None or not PLACE.peers:
+        return first is not False
+    time.sleep(ELECTION_SECONDS)
+    failed = [(at, rank) for rank, peer in PLACE.peers.items() if (at := peer.slot(FAILED))]
+    return (own, dist.get_rank()) <= min(failed, default=(own, dist.get_rank()))
 
 
 def has_any_rank_failed() -> bool:
@@ -312,6 +356,11 @@ def read_texts(names: Sequence[str]) -> dict[str, str]:
     return _query_store(
         lambda store: {name: store.get(name).decode() for name in names if store.check([name])}, default={}
     )
+
+
+def add_to_count(name: str, amount: int = 1) -> int:
+    """Add to a number in the store, outside of any collective, and return it; 0 when the store is unreachable."""
+    return _query_store(lambda store: int(store.add(name, amount)), default=0)
 
 
 def _query_store(query: Callable[[dist.distributed_c10d.Store], T], default: T) -> T:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.distributed import comm
 from megatron.distributed.comm import BUBBLE, Channel, CommMeter, Group
 from megatron.distributed.layout import AXES_IN_USE, DENSE_AXES, REDUCTION_GROUPS, Layout
+from megatron.distributed.places import BACKGROUND, PLACE
 
 CHANNEL_USES = "up", "down"
 """Uses of the groups whose pairs of ranks are channels."""
@@ -75,6 +76,7 @@ class Mesh:
         # All groups of the world, in the order of creation.
         self.created: list[GroupInfo] = []
         self._handles: dict[tuple[str, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
+        self._rows: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}  # in the place of this process
         self._background: list[dist.ProcessGroup | None] = []
         partitions = {axes: layout.groups(axes) for axes in AXES_IN_USE}
         sizes = {self._name(axes): len(parts[0]) for axes, parts in partitions.items()}
@@ -174,7 +176,7 @@ class Mesh:
         ranks = self.world.ranks
         handle = dist.new_group(list(ranks), timeout=self._timeout, backend="gloo") if len(ranks) > 1 else None
         self._background.append(handle)
-        return Group(ranks, self.world.rank, handle)
+        return Group(ranks, self.world.rank, handle, BACKGROUND, row=PLACE.new_row(BACKGROUND, ranks))
 
     def tp_subgroup(self, tp_ranks: tuple[int, ...]) -> Group:
         """Return the group of the tensor-parallel ranks ``tp_ranks``, which hold the same piece of a parameter.
@@ -213,7 +215,8 @@ class Mesh:
             channel = Channel(group.ranks[source], group.ranks[target], group.handle, self.meter)
             if self.rank not in (channel.source, channel.target):
                 continue
-            opened[source, target] = channel
+            row = PLACE.new_row("pp", (channel.source, channel.target), channel=True)
+            opened[source, target] = replace(channel, row=row)
             message = torch.zeros(1, device="cuda" if dist.get_backend(channel.handle) == "nccl" else "cpu")
             if self.rank == channel.source:
                 dist.send(message, channel.target, channel.handle)
@@ -253,7 +256,8 @@ class Mesh:
                     self._handles[key] = handle
             if use not in CHANNEL_USES:
                 comm.open_communicator(self._handles[key])
-        return Group(mine, mine.index(self.rank), self._handles[key], name, self.meter)
+            self._rows[key] = PLACE.new_row(description, mine)
+        return Group(mine, mine.index(self.rank), self._handles[key], name, self.meter, self._rows[key])
 
 
 def alternate_edges(edges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -16,6 +16,8 @@ import torch
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+from megatron.distributed.places import PHASE, PLACE, STEP
+
 NO_SPAN: AbstractContextManager[None] = nullcontext()
 """A span that is not measured."""
 
@@ -177,10 +179,24 @@ class Timers:
         """Time the phases up to ``level`` on ``device``."""
         self.watch = Stopwatch(name for name, phase in PHASES.items() if phase.level <= level)
         self.level, self._cuda = level, device.type == "cuda"
+        self._texts: dict[str, int] = {}  # of phases, in the place of this process
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """Time the context as the phase ``name`` of `PHASES`; in a profile it is a range at every level."""
+        """Time the context as the phase ``name`` of `PHASES`; in a profile it is a range at every level.
+
+        It is also the place of this process until the next phase begins.
+        """
+        self.enter(name)
         return profiler_range(name, NO_SPAN if PHASES[name].level > self.level else self.watch.span(name, self._cuda))
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Begin a phase that is not timed: any text, for the place of this process; with a number also a ``step``."""
+        offset = self._texts.get(phase)
+        if offset is None:
+            offset = self._texts[phase] = PLACE.text(phase)
+        PLACE.slots[PHASE] = offset
+        if step is not None:
+            PLACE.slots[STEP] = step
 
     def read(self, steps: int) -> dict[str, float]:
         """Return seconds per step of each timed phase over the ``steps`` since the last call. Waits for the GPU."""

@@ -123,6 +123,15 @@ class UpdateHook:
             grad_norm: before clipping, 0-d, equal on all ranks.
         """
 
+    def before_rule(self, group: ParamGroup, rule: UpdateRule, args: UpdateArgs) -> None:
+        """Act before ``rule`` updates the parameters of a group.
+
+        Args:
+            group: names of the parameters.
+            rule: with the parameters and their state.
+            args: gradients and rates; nothing of them may be changed.
+        """
+
     def update_buffers(self, skipped: Tensor) -> Sequence[str]:
         """Update main parameters that are no optimizer's (:attr:`ShardSpec.buffer`); return their names.
 
@@ -232,6 +241,8 @@ class DistributedOptimizer:
             self._update_group(group, rule, self._update_args(group, rates, skip, factors[group.norm_group]), hooks)
 
     def _update_group(self, group: ParamGroup, rule: UpdateRule, args: UpdateArgs, hooks: Sequence[UpdateHook]) -> None:
+        for hook in hooks:
+            hook.before_rule(group, rule, args)
         rule.update(args)
         for hook in hooks:
             hook.after_update(group.names, args.skip)

@@ -8,6 +8,7 @@ function of (seed, update, parameter, element of the global tensor): equal in ev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,6 +26,8 @@ from megatron.optimizer.rules import (
     UpdateArgs,
     UpdateObserver,
     UpdateRule,
+    copies_of,
+    copies_of_state,
     iterate_blocks,
 )
 
@@ -102,6 +105,17 @@ class LowPrecisionRule(UpdateRule):
         self._places = [GlobalIndices.of(specs[name], device) for name in names]
         self._first = [shares[name].start for name in names]
         self._keys = [stable_hash(seed, "moments", name) for name in names]
+
+    def of_copies(self, indices: Sequence[int]) -> UpdateRule | None:
+        """See :class:`UpdateRule`."""
+        found = copy(self)
+        found._rule = copy(self._rule)
+        found.params, found.state = copies_of(self.params, indices), copies_of_state(self.state, indices)
+        found.step_counts = copies_of(self.step_counts, (0,))
+        found._low = [None if (low := self._low[index]) is None else low.clone() for index in indices]
+        found._places = [self._places[index] for index in indices]
+        found._first, found._keys = ([every[i] for i in indices] for every in (self._first, self._keys))
+        return found
 
     @torch.no_grad()
     def update(self, args: UpdateArgs) -> None:

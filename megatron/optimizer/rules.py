@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -110,6 +111,10 @@ class UpdateRule(ABC):
     def update(self, args: UpdateArgs) -> None:
         """Update the parameters, and round them to ``args.weights``."""
 
+    def of_copies(self, indices: Sequence[int]) -> UpdateRule | None:
+        """Return a rule that makes the same update of copies of some parameters and their state; None if it cannot."""
+        return None
+
 
 class ElementwiseRule(UpdateRule):
     """Base of rules that update every element by itself, built in or registered by a plugin.
@@ -144,6 +149,13 @@ class ElementwiseRule(UpdateRule):
     @abstractmethod
     def step(self, args: UpdateArgs) -> None:
         """Update :attr:`params` and :attr:`state` in place by ``args.grads``, which must not be changed."""
+
+    def of_copies(self, indices: Sequence[int]) -> UpdateRule | None:
+        """See :class:`UpdateRule`."""
+        found = copy(self)
+        found.params, found.state = copies_of(self.params, indices), copies_of_state(self.state, indices)
+        found.step_counts = copies_of(self.step_counts, indices if self.step_counts else ())
+        return found
 
     @torch.no_grad()
     def update(self, args: UpdateArgs) -> None:
@@ -180,6 +192,16 @@ class ElementwiseRule(UpdateRule):
             self.params, self.state, self.step_counts = params, state, counts
         for count in counts:
             count.add_(1.0 - args.skip)
+
+
+def copies_of(tensors: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
+    """Return copies of some tensors of a list."""
+    return [tensors[index].detach().clone() for index in indices]
+
+
+def copies_of_state(state: Mapping[str, Sequence[Tensor]], indices: Sequence[int]) -> dict[str, list[Tensor]]:
+    """Return copies of the state of some parameters."""
+    return {kind: copies_of(tensors, indices) for kind, tensors in state.items()}
 
 
 class AdamW(ElementwiseRule):

@@ -67,6 +67,17 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
+    def to_number(self) -> int:
+        """Return a number above 0 for the action."""
+        kind = (*COMPUTE_KINDS, *COMMUNICATION_KINDS).index(self.kind)
+        return 1 << 62 | self.stage << 40 | kind << 32 | self.microbatch
+
+    @classmethod
+    def from_number(cls, number: int) -> Action:
+        """Return the action that :meth:`to_number` has numbered."""
+        kind = (*COMPUTE_KINDS, *COMMUNICATION_KINDS)[number >> 32 & 0xFF]
+        return cls(number >> 40 & 0x3FFFFF, kind, number & 0xFFFFFFFF)
+
     @classmethod
     def parse(cls, text: str) -> Action:
         """Parse text such as ``2F0`` or ``3RECV_F0``, in upper or lower case."""

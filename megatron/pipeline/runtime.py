@@ -21,6 +21,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Channel, Pending
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.distributed.places import ACTION, PLACE
 from megatron.distributed.timing import Clock, no_clock, profiler_range
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, RECV_B, RECV_F, SEND_B, SEND_F, WEIGHT, Action
 from megatron.pipeline.communication import PEER_STAGE_OFFSET
@@ -33,6 +34,9 @@ Record = Callable[[Action], AbstractContextManager[object]]
 
 action_name = cache(str)
 """The text of an action, formatted once."""
+
+action_number = cache(Action.to_number)
+"""The number of an action, for the place of this process."""
 
 
 class Stage:
@@ -162,6 +166,7 @@ class Pipeline:
             with torch.set_grad_enabled(loss_grad is not None):
                 for action in actions:
                     self.at = action
+                    PLACE.slots[ACTION] = action_number(action)
                     with profiler_range(action_name(action)):
                         self._do[action.kind](action)
             for sends in self._sends.values():
@@ -171,6 +176,7 @@ class Pipeline:
             error.add_note(f"in the pipeline at {self.at}")
             raise
         self.at = None
+        PLACE.slots[ACTION] = 0
 
     def discard(self) -> None:
         """Forget what a run that raised an error has left behind."""

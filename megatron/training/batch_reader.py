@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from socket import gethostname
 from typing import Any, NamedTuple
@@ -100,6 +100,8 @@ class BatchReader(Component):
         self._digest = 0, 0  # number of samples and digest of the last :meth:`samples_digest`
         self._prefetched: Prefetched | None = None
         self._stream = 0  # of training samples, among those of the replicas
+        # Returns which of the micro-batches of a step, given their number, this rank reads; None for all.
+        self._part: Callable[[int], Sequence[int]] | None = None
         # First sample and size of the global batches, ascending.
         self._batch_sizes = batch_size_stages(config.training, mesh.dp_size)
 
@@ -137,6 +139,14 @@ class BatchReader(Component):
         if hasattr(self, "source"):  # of a run that starts from scratch
             self.source = replace(self.source, stream=(index, self._config.diloco.streams))
 
+    def use_part(self, part: Callable[[int], Sequence[int]]) -> None:
+        """Read a part of the micro-batches of a step from now on; others read the rest.
+
+        Args:
+            part: returns the numbers of the micro-batches to read, given how many there are.
+        """
+        self._part, self._prefetched = part, None
+
     @property
     def next_batch_size(self) -> int:
         """Samples of the next global batch."""
@@ -158,7 +168,7 @@ class BatchReader(Component):
     def pass_over(self) -> None:
         """Count the samples of the next step as read."""
         self._prefetched = None
-        self._places("train", self._progress.place, self.next_batch_size)
+        self._count(self.step_places())
 
     def prefetch(self) -> None:
         """Read the batch of the step after the current one, which a GPU is computing and which is not counted yet."""
@@ -194,6 +204,16 @@ class BatchReader(Component):
         places = self.source.skipped.places(np.array([begin, last - 1]))
         return int(places[0]), int(places[1]) + 1
 
+    def step_places(self) -> list[range]:
+        """Return the places of all micro-batches of the next step that data-parallel ranks like this one read."""
+        mesh, size = self._mesh, self.next_batch_size
+        return self.source.rank_places("train", self._progress.place, size, mesh.dp_rank, mesh.dp_size)
+
+    def read_more(self, numbers: Sequence[int]) -> list[MicroBatch]:
+        """Read micro-batches of the next step by number, beside those of :meth:`next_batches`."""
+        places = self.step_places()
+        return self._read_places("train", self._count([places[number] for number in numbers]))
+
     def train_places(self, first: int) -> tuple[int, list[range]]:
         """Return the size of the global batch from place ``first`` on, and the places that this rank reads of it."""
         size = self._batch_size_at(first)
@@ -211,8 +231,10 @@ class BatchReader(Component):
         return self._read(split, index * size, size)
 
     def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
+        return self._read_places(split, self._places(split, first, size))
+
+    def _read_places(self, split: str, places: Sequence[range]) -> list[MicroBatch]:
         data = self.source
-        places = self._places(split, first, size)
         rows = None if self.cp is None else self.cp.rows(data.seq_length)
         return [data.micro_batch(split, group, self._progress.iteration, self._device, rows) for group in places]
 
@@ -220,9 +242,20 @@ class BatchReader(Component):
         """Return the places of this rank's micro-batches, and add training samples to the digest."""
         data, mesh = self.source, self._mesh
         places = data.rank_places(split, first, size, mesh.dp_rank, mesh.dp_size)
-        if split == "train" and mesh.coordinate["cp"] == 0:  # its peers read the same samples
-            self.digest_read += data.digest_places(split, places)
+        if split != "train":
+            return places
+        if self._part is not None:
+            places = [places[number] for number in self._part(len(places))]
+        return self._count(places)
+
+    def _count(self, places: list[range]) -> list[range]:
+        """Add training samples to the digest of what was read."""
+        self.digest_read += self.digest_of(places)
         return places
+
+    def digest_of(self, places: Sequence[range]) -> int:
+        """Return the digest of training samples; 0 on a context-parallel rank whose peer reads the same ones."""
+        return self.source.digest_places("train", places) if self._mesh.coordinate["cp"] == 0 else 0
 
     def samples_digest(self) -> int:
         """Return the digest of all consumed samples, computed from the sample order."""

@@ -58,6 +58,7 @@ from megatron.training.checkpoint_contents import (
     tensors_to_save,
     total_bytes,
 )
+from megatron.training.component import Component
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.resume_source import (
     NoCheckpointError,
@@ -270,6 +271,8 @@ class Checkpointer:
             StorageError: if the checkpoint is needed and cannot be written.
         """
         self._log.flush()  # a run that resumes from this checkpoint must still have all records before it
+        if not all(component.writes(self) for component in self.trainer.acting(Component.writes)):
+            return
         if needed:
             self.wait()
         try:

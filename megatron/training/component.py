@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.location import Location
 from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.distributed.micro_batch import MicroBatch
@@ -34,13 +35,20 @@ Kinds = Mapping[str, Mapping[str, Tensor]]
 """Tensors of this rank by kind and global name of their parameter, each with the shape of the parameter's shard."""
 
 
+class CheckpointWriter(Protocol):
+    """Writes checkpoints."""
+
+    lease: Lease | None
+    """On the folder."""
+
+
 class Component(UpdateHook):
     """Base class. Override what is needed; what is not overridden costs nothing.
 
     Every method is called on all ranks, in the same order, so it may communicate; exceptions are documented. In the
     order of a run: ``before_load``, ``prepare``, ``load``, ``load_state_dict`` or ``on_weights_loaded``, ``on_start``,
-    ``on_train_start``; in every step ``on_step_start``, ``on_gradients``, ``before_update``, ``after_update``,
-    ``after_step``, ``on_step_end``, ``on_iteration_end``; at the end ``on_stop``.
+    ``on_train_start``; in every step ``on_step_start``, ``before_compute``, ``on_gradients``, ``before_update``,
+    ``before_rule``, ``after_update``, ``after_step``, ``on_step_end``, ``on_iteration_end``; at the end ``on_stop``.
     """
 
     name: str = ""
@@ -163,6 +171,15 @@ class Component(UpdateHook):
         """Return the gradient of the summed losses with which backward starts, 0-d; inside a captured step."""
         return loss_grad
 
+    def before_compute(self, batches: Sequence[MicroBatch], loss_grad: Tensor, tokens: Tensor) -> None:
+        """Act before the pipeline runs, inside a captured step.
+
+        Args:
+            batches: this rank's micro-batches of the step, with what all components have added.
+            loss_grad: gradient of the summed losses with which backward starts, 0-d.
+            tokens: weight of the global batch, 0-d.
+        """
+
     def on_gradients(self, losses: dict[str, Tensor], tokens: Tensor) -> None:
         """Act on the reduced gradients before the update, inside a captured step.
 
@@ -205,6 +222,14 @@ class Component(UpdateHook):
 
     def before_save(self) -> None:
         """Complete what the state consists of, before a checkpoint is composed."""
+
+    def writes(self, saver: CheckpointWriter) -> bool:
+        """Return False if another process saves this step; called before :meth:`before_save`.
+
+        Args:
+            saver: about to save; may be given a lease on its folder.
+        """
+        return True
 
     def is_whole_after(self, error: Exception) -> bool:
         """Return True if the state of this rank is whole after an error, so that the step can be saved."""

@@ -26,6 +26,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -48,12 +49,27 @@ from megatron.distributed.launch import (
     publish_text,
     read_texts,
     register_failure,
+    world_group,
     write_error_file,
 )
+from megatron.distributed.places import PLACE
 from megatron.pipeline.runtime import Pipeline
+from megatron.training.first_cause import consequences, count_consequence, is_first_failure
+from megatron.training.loggers.alerts import FAILURE, send_alert
 from megatron.training.loggers.run_folder import JsonLinesLogger
-from megatron.training.rank_log import write_text
+from megatron.training.rank_log import claim_first_failure
 from megatron.training.replicas.members import ReplicaError
+from megatron.training.stall_watch import (
+    REQUEST_KEY,
+    StallWatch,
+    await_report,
+    current_stall,
+    end_stuck_peers,
+    is_peer_failed,
+    mark_reported,
+    save_stall,
+)
+from megatron.training.stalls import Stall
 
 MAX_CAUSE_CHARS = 60
 """Characters quoted from a library's error message."""
@@ -61,6 +77,20 @@ MAX_CAUSE_CHARS = 60
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient is NaN or infinite, and ``--on-nonfinite`` is ``stop``."""
+
+
+class CorruptionError(RuntimeError):
+    """A step computed again gives other bits (``--replay-check``). Its device is recorded as failed already."""
+
+
+class StalledError(RuntimeError):
+    """Ranks wait for one that does not arrive, or have called different collectives."""
+
+    def __init__(self, stall: Stall) -> None:
+        """Create the error with the stall's sentence."""
+        why = f"stalled for {PLACE.timeout / 60:g} minutes (--distributed-timeout-minutes)"
+        super().__init__(f"{'ranks called different collectives' if stall.differ else why}: {stall.sentence}")
+        self.stall = stall
 
 
 class StartRefusedError(Exception):
@@ -73,10 +103,15 @@ EXPECTED_ERRORS = (
     DataError,
     CheckpointError,
     NonFiniteError,
+    CorruptionError,
     MissingRanksError,
     ReplicaError,
+    StalledError,
 )
 """Errors whose text is complete; others are printed with their traceback."""
+
+ALERT_KINDS = (StalledError, "hang"), (CorruptionError, "corruption"), (NonFiniteError, "nonfinite")
+"""Errors that are alerts of the kind of their incident, of which only one is sent."""
 
 LOST_CONTACT = (
     "lost contact with another rank: it was killed, ran out of memory, or did not respond within "
@@ -93,15 +128,17 @@ def report_failure(
     """Print an error, and append it to ``failures.jsonl`` in ``run_dir``; return False if another rank failed first.
 
     ``details`` returns a text to print last, when the error itself is recorded. Ignores SIGTERM meanwhile, which
-    launchers send to all ranks as soon as one has exited. Use in the main thread.
+    launchers send to all ranks as soon as one has exited.
     """
-    if not register_failure():
-        write_text(f"this rank failed after another one:\n{''.join(traceback.format_exception(error))}")
-        return False
     launch = Launch.read(os.environ)
     rank = rank_label(launch, os.environ)
-    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    in_main = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN) if in_main else None
     try:
+        if not is_first_failure(error):
+            count_consequence(error)
+            await_report()
+            return False
         publish_text(FIRST_FAILURE_KEY, f"{rank}: {describe_error(error)}")
         prefix = f"error on {rank}" if launch.world_size > 1 else "error"
         text = explain_error(error)
@@ -112,8 +149,15 @@ def report_failure(
         record_failure(run_dir, error, os.environ)
         if details is not None and (more := details(error)):
             echo(redact(more), file=sys.stderr, flush=True)
+        if launch.world_size > 1 and (after := consequences(error, launch.world_size, host_name(os.environ))):
+            echo(after, file=sys.stderr, flush=True)
+        mark_reported()
+        kind = next((kind for known, kind in ALERT_KINDS if isinstance(error, known)), FAILURE)
+        send_alert(kind, f"{rank}: {describe_error(error)}")
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        end_stuck_peers()
+        if in_main:
+            signal.signal(signal.SIGTERM, previous)
     return True
 
 
@@ -122,7 +166,7 @@ def explain_error(error: BaseException) -> str:
     if isinstance(error, EXPECTED_ERRORS):
         text = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
     elif is_peer_lost(error):
-        text = f"{LOST_CONTACT}\n  {error}"
+        text = f"{lost_contact(error) or LOST_CONTACT}\n  {error}"
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
     return redact(text)
@@ -135,7 +179,7 @@ def describe_error(error: BaseException) -> str:
         text = str(error)
     elif not is_peer_lost(error):
         text = f"{type(error).__name__}: {error}{notes}"
-    elif not (text := read_texts([FIRST_FAILURE_KEY]).get(FIRST_FAILURE_KEY, "")):
+    elif not (text := read_texts([FIRST_FAILURE_KEY]).get(FIRST_FAILURE_KEY, "") or lost_contact(error)):
         # the last clause of the first line, such as "[file:line] Read error [address]: Connection reset by peer"
         line = next(iter(str(error).strip().splitlines()), "no reason is given")
         cause = re.sub(r" ?\[[^]]*\](:\d+)?", "", line).split(". ")[0].split(": ")[-1].strip(" .:")
@@ -143,6 +187,33 @@ def describe_error(error: BaseException) -> str:
             cause = f"{cause[:MAX_CAUSE_CHARS].rstrip()}..."
         text = f"{LOST_CONTACT} ({cause}){notes}"
     return redact(text)
+
+
+TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
+"""In errors of collectives that have waited for the whole timeout."""
+
+
+def stall_behind(error: BaseException) -> Stall | None:
+    """Return the stall, or the end of a rank, that made torch.distributed raise ``error``; None if unknown."""
+    if isinstance(error, StalledError):
+        return error.stall
+    if not is_peer_lost(error) or not is_distributed_initialized():
+        return None
+    launch = Launch.read(os.environ)
+    stall = current_stall(world_group(launch.rank, launch.world_size))
+    if stall is not None and {*stall.culprits} - stall.places.keys() and not TIMED_OUT.search(str(error)):
+        return replace(stall, lost=True)  # it has ended, on another machine
+    return stall
+
+
+def lost_contact(error: BaseException) -> str:
+    """Return which rank did not arrive, and where it and the others are; empty if unknown."""
+    stall = stall_behind(error)
+    if stall is None or not stall.places:
+        return ""
+    if stall.lost:
+        return f"lost contact with another rank: {stall.sentence}; see the launcher's output for the cause"
+    return str(StalledError(stall))
 
 
 FAILURES_FILE = "failures.jsonl"
@@ -161,7 +232,7 @@ KIND_OF_CLASS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...]
     (DataError, DATA),
     (CheckpointError, DISK),
     ((MemoryError, torch.OutOfMemoryError), MEMORY),
-    ((ConnectionError, TimeoutError, ReplicaError), CONTACT),
+    ((ConnectionError, TimeoutError, ReplicaError, StalledError), CONTACT),
     (OSError, DISK),
 )
 KIND_OF_TEXT = (
@@ -215,17 +286,22 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
     Before torch.distributed is initialised, rank 0 reports flag errors, which all ranks see. A missing device is
     reported by one rank of the machine under torchrun; under srun only the ranks without one fail, and all report.
     """
-    if run_dir is None or isinstance(error, SupersededError) or not os.path.isdir(run_dir):
+    if run_dir is None or isinstance(error, SupersededError | CorruptionError) or not os.path.isdir(run_dir):
         return
     launch, kind = Launch.read(environ), failure_kind(error)
     reports_device = kind == DEVICE and (launch.local_rank == 0 or launch.launcher == "srun")
     if not (is_distributed_initialized() or launch.rank == 0 or reports_device):
         return
+    stall = stall_behind(error)
+    rank, host, local_rank = launch.rank, host_name(environ), launch.local_rank
+    if stall is not None and stall.culprits:  # scripts look for bad machines
+        rank = stall.culprits[0]
+        host, local_rank = PLACE.hosts[rank]
     line = {
         "time": time.time(),
-        "rank": launch.rank,
-        "host": host_name(environ),
-        "local_rank": launch.local_rank,
+        "rank": rank,
+        "host": host,
+        "local_rank": local_rank,
         "kind": kind,
         "sentence": " ".join(describe_error(error).split()),
     }
@@ -236,6 +312,9 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
             file = JsonLinesLogger(Path(run_dir) / FAILURES_FILE, warn=lambda text: None)
             file.write(line)
             file.close()
+            if stall is not None and not stall.lost:
+                folder = save_stall(run_dir, stall)
+                echo(f"the stacks of the ranks: {folder}", file=sys.stderr, flush=True)
 
     writer = threading.Thread(target=write, daemon=True)
     try:
@@ -255,6 +334,11 @@ PEER_POLL_SECONDS = 0.25
 PEER_GRACE_SECONDS = 2.0
 """Seconds that a rank gets to report the lost peer itself before it is ended."""
 
+WATCHDOG_ALERT_SECONDS = 5.0
+"""Seconds that it waits for its alert."""
+STUCK_SECONDS = 4.0
+"""Seconds without progress after which a rank is ended when another has failed."""
+
 EXIT_SIGTERM = 128 + signal.SIGTERM
 PROC = Path("/proc")
 PROC_SELF = PROC / "self"
@@ -267,10 +351,9 @@ class PeerWatchdog:
     the rank fails inside the context, else as soon as another one has failed. A single rank has no watchdog.
     """
 
-    def __init__(self, world: Group, pipeline: Pipeline | None = None) -> None:
-        """Watch the ranks of ``world``, and publish the position in ``pipeline`` if there is one."""
-        self._world = world
-        self._pipeline = pipeline
+    def __init__(self, world: Group, pipeline: Pipeline | None = None, run_dir: str | None = None) -> None:
+        """Watch the ranks of ``world``, publish the position in ``pipeline``, and record a stall in ``run_dir``."""
+        self._world, self._pipeline, self._run_dir = world, pipeline, run_dir
         self._stopped = threading.Event()
 
     def __enter__(self) -> Self:
@@ -280,6 +363,7 @@ class PeerWatchdog:
             self._receiver, self._sender = socket.socketpair()
             self._sender.setblocking(False)
             self._previous = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+            self._stalls = StallWatch(self._world)
             self._thread = threading.Thread(target=self._watch, name="peer watchdog", daemon=True)
             self._thread.start()
         return self
@@ -292,29 +376,53 @@ class PeerWatchdog:
             signal.set_wakeup_fd(self._previous)
             self._sender.close()  # wakes the thread
             self._thread.join(POLL_SECONDS)  # at most: it may be blocked on a store that no longer answers
+            self._stalls.close(failed=error is not None)
             if error is not None:
                 self._publish_position()
 
     def _watch(self) -> None:
-        """Publish the position once a rank has failed; end the process after SIGTERM and a dead peer."""
-        published = self._pipeline is None
-        terminated = False
-        exit_at = math.inf
+        """Publish the position once a rank has failed; end the process if it would wait for a rank that is gone."""
+        published = terminated = False
+        exit_at = failed_at = math.inf
         with self._receiver:
             while time.monotonic() < exit_at:
-                self._receiver.settimeout(PEER_POLL_SECONDS if terminated else POLL_SECONDS)
+                self._receiver.settimeout(PEER_POLL_SECONDS if terminated else min(POLL_SECONDS, self._stalls.interval))
                 with suppress(TimeoutError):
                     terminated |= signal.SIGTERM in self._receiver.recv(4096)
                 if self._stopped.is_set():
                     return
-                if not published and read_texts([FAILED_KEY]):
+                self._stalls.poll()
+                found = {} if published else read_texts([FAILED_KEY, REQUEST_KEY])
+                if found:
+                    self._stalls.answer()
+                if FAILED_KEY in found:
                     self._publish_position()
                     published = True
+                if failed_at == math.inf and (published or is_peer_failed()):
+                    failed_at = time.monotonic()
+                if (stall := self._stalls.find()) is not None:
+                    self._end_stalled(StalledError(stall))
+                if min(time.monotonic() - failed_at, self._stalls.still) > STUCK_SECONDS:
+                    self._end_stuck()
                 if terminated and exit_at == math.inf and self.is_peer_gone():
                     exit_at = time.monotonic() + PEER_GRACE_SECONDS
-        if register_failure():
+        if register_failure() and claim_first_failure():
             echo(f"error on rank {self._world.rank}: {LOST_CONTACT}", file=sys.stderr, flush=True)
+            send_alert(FAILURE, f"rank {self._world.rank}: {LOST_CONTACT}", WATCHDOG_ALERT_SECONDS)
         os._exit(EXIT_SIGTERM)
+
+    def _end_stalled(self, error: StalledError) -> None:
+        """Report a stall in which the main thread stays, unless another rank does, and end the process."""
+        if not self._stopped.is_set():
+            report_failure(error, self._run_dir)
+            os._exit(1)
+
+    def _end_stuck(self) -> None:
+        """End the process after another rank's failure: the main thread does not get to a collective that raises."""
+        await_report()
+        if not self._stopped.is_set():
+            end_stuck_peers()
+            os._exit(1)
 
     def is_peer_gone(self) -> bool:
         """Return True if a local peer has exited, a rank has published a failure, or the store does not answer."""

@@ -1,6 +1,7 @@
 """Folders of incidents: what went wrong in a step of a run, for people and for tools/replay_step.py.
 
-``RUN_DIR/incidents/step_00000123_spike/incident.json`` holds an :class:`Incident`. Components that find one call
+``RUN_DIR/incidents/step_00000123_spike/incident.json`` holds an :class:`Incident`, and ``step.json`` the record of the
+step (:mod:`megatron.training.step_record`), if there is one. Components that find one call
 :func:`record_incident` on rank 0, with what they have gathered from the other ranks, and report it to the log of the
 run (:meth:`megatron.training.loggers.run_logger.RunLogger.incident`).
 """
@@ -18,7 +19,7 @@ from typing import Any
 from megatron.checkpoint.durable_files import publish_file
 from megatron.config.files import parse_json, read_small
 
-INCIDENTS_FOLDER, INCIDENT_FILE = "incidents", "incident.json"
+INCIDENTS_FOLDER, INCIDENT_FILE, STEP_FILE = "incidents", "incident.json", "step.json"
 
 KINDS = ("corruption", "hang", "nonfinite", "spike")
 """Kinds of incidents."""
@@ -40,8 +41,8 @@ class Incident:
     time: float = field(default_factory=time.time)
 
 
-def record_incident(run_dir: str | Path, incident: Incident) -> Path:
-    """Write an incident into a new folder of the run, and return the folder.
+def record_incident(run_dir: str | Path, incident: Incident, record: Mapping[str, Any] | None = None) -> Path:
+    """Write an incident, perhaps with the record of its step, into a new folder of the run, and return the folder.
 
     Raises:
         OSError: if it cannot be written.
@@ -52,6 +53,8 @@ def record_incident(run_dir: str | Path, incident: Incident) -> Path:
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             break
+    if record:
+        publish_file(folder / STEP_FILE, (json.dumps(record, indent=1) + "\n").encode())
     publish_file(folder / INCIDENT_FILE, (json.dumps(asdict(incident), indent=1) + "\n").encode())
     return folder
 
@@ -68,6 +71,20 @@ def read_incident(folder: Path) -> Incident:
         return Incident(**found)
     except TypeError as error:
         raise ValueError(f"{folder / INCIDENT_FILE} is not an incident: {error}") from error
+
+
+def read_step_record(folder: Path) -> dict[str, Any]:
+    """Return the record of the step of an incident; empty if there is none.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not a record.
+    """
+    path = folder / STEP_FILE
+    found = parse_json(read_small(path).decode(errors="replace")) if path.exists() else {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not the record of a step")
+    return found
 
 
 def read_incidents(run_dir: str | Path) -> Iterator[tuple[Path, Incident]]:

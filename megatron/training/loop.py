@@ -28,6 +28,9 @@ from megatron.training.step import evaluate, train_step
 from megatron.training.stop import TIME_LIMIT, StopRequest, exit_status
 from megatron.training.trainer import Trainer
 
+BETWEEN_STEPS, EVALUATION, CHECKPOINT = "between steps", "evaluation", "checkpoint"
+"""Phases of a rank's place outside of steps."""
+
 
 def train(
     trainer: Trainer,
@@ -112,9 +115,11 @@ def take_steps(
     )
     leave = False
     while not leave:
+        trainer.timers.enter(BETWEEN_STEPS, trainer.iteration + 1)
         callbacks.start_step(window, trainer.iteration + 1)
         samples, rates = trainer.reader.next_batch_size, trainer.schedule.rates(trainer.consumed_samples)
         metrics = take_step(trainer, graphs, callbacks, samples, rates)
+        trainer.timers.enter(BETWEEN_STEPS)
         window.add(metrics, samples, computed=not callbacks.passing_over)
         iteration, consumed_samples = trainer.iteration, trainer.consumed_samples
         captured = "none" if graphs is None else graphs.mode
@@ -200,6 +205,7 @@ def save_if_due(checkpointer: Checkpointer, window: MetricsWindow, due: bool, la
     if checkpointer.pending is not None:
         checkpointer.poll()
     if due:
+        checkpointer.trainer.timers.enter(CHECKPOINT)
         with window.paused():
             checkpointer.save(needed=last)
 
@@ -245,6 +251,7 @@ def evaluations_due(trainer: Trainer) -> list[str]:
 
 def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger, callbacks: CallbackList) -> None:
     """Evaluate a split and log the loss. Call before saving, so that a run killed in between repeats both."""
+    trainer.timers.enter(EVALUATION)
     began, metrics = time.perf_counter(), dict[str, Tensor]()
     loss = evaluate(trainer, split, metrics).item()
     others: dict[str, float] = {}

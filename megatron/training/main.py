@@ -19,21 +19,24 @@ from megatron.arguments.hardware import known_cluster
 from megatron.arguments.phases import describe_plan
 from megatron.arguments.summary import summary
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.location import Location
+from megatron.checkpoint.location import Location, parse_location
+from megatron.checkpoint.suspects import rename_suspects
 from megatron.config.errors import UserError
-from megatron.config.launch import end_refused_start
+from megatron.config.launch import Launch, end_refused_start
 from megatron.config.phases import Phase
 from megatron.config.run import RunConfig
 from megatron.convert.sources import SourceOptions, open_source
 from megatron.data.errors import DataError
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import (
+    connect_places,
     destroy_distributed,
     enable_flight_recorder,
     gather_results,
     run_on_rank0,
     world_group,
 )
+from megatron.distributed.places import PLACE
 from megatron.kernels.compile import make_deterministic
 from megatron.training.build import build_trainer
 from megatron.training.build_model import check_same_plan, choose_device, join_distributed
@@ -47,8 +50,15 @@ from megatron.training.component import stopped_after_errors
 from megatron.training.components.step_incidents import RewindNeededError
 from megatron.training.components.times import GoodputState, StartupReport
 from megatron.training.cuda_graphs import StepRunner
-from megatron.training.failure_report import PeerWatchdog, StartRefusedError, explain_error, report_failure
+from megatron.training.failure_report import (
+    PeerWatchdog,
+    StartRefusedError,
+    explain_error,
+    host_name,
+    report_failure,
+)
 from megatron.training.features import build_callbacks, plugin_callbacks
+from megatron.training.loggers.alerts import alerts_of
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary, read_json_lines
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.loop import is_due, train
@@ -91,6 +101,8 @@ def run(
     """
     # Signals are handled until the error is reported: launchers send SIGTERM as soon as a rank has exited.
     with ExitStack() as signals:
+        signals.enter_context(alerts_of(config.reliability, config.logging.run_dir))
+        signals.callback(PLACE.reset)
         try:
             phases = plan or [Phase(config, tuple(notes))]
             status = join_and_train(phases, startup or StartupTimer(), signals)
@@ -128,6 +140,8 @@ def join_and_train(plan: Sequence[Phase], startup: StartupTimer, signals: ExitSt
         check_same_plan(config, world)
     if config.reliability.rank_logs:
         signals.enter_context(rank_log(config.logging.run_dir, rank, world_size, os.environ))
+    timeout, launch = 60.0 * config.parallel.distributed_timeout_minutes, Launch.read(os.environ)
+    world = connect_places(world, timeout, host_name(os.environ), launch.local_rank)
     startup.enter("checkpoint")
     stop = StopRequest(
         world, device, training.exit_duration_in_mins, startup.began, training.stop_file, config.logging.run_dir
@@ -138,7 +152,8 @@ def join_and_train(plan: Sequence[Phase], startup: StartupTimer, signals: ExitSt
         from megatron.training.local_checkpoints import NodeCheckpoints  # optional
 
         others = NodeCheckpoints.hold(config.checkpoint, world)
-    with hold_save_folder(config.checkpoint.save, world) as lease, others as nodes:
+    save = config.checkpoint.save if config.elastic.elastic_replicas is None else None  # or its writer holds it
+    with hold_save_folder(save, world) as lease, others as nodes:
         return take_phases(plan, notes, stop, startup, lease, nodes)
 
 
@@ -159,6 +174,8 @@ def take_phases(
     A phase ends with a checkpoint. The next one begins from it like a start of its own, in the same processes.
     """
     world, configs, goodput = stop.world, [phase.config for phase in plan], Goodput(startup.began)
+    with refuse_start_on_error():
+        notes = [*notes, *set_suspects_aside(configs[0], world)]
     if len(plan) > 1:
         notes = [*notes, *describe_plan(plan, world.size)]
     taken = None  # the last phase that this start has completed
@@ -201,6 +218,18 @@ def take_phases(
             goodput.productive_seconds = 0.0  # until a checkpoint is loaded: what follows it was undone
         else:
             taken = place
+
+
+def set_suspects_aside(config: RunConfig, world: Group) -> Sequence[str]:
+    """Set checkpoints aside that are suspect since a corruption was found; return notes. Collective.
+
+    Raises:
+        UserError: if the run is not to resume then (``--on-corruption stop``).
+    """
+    save = config.checkpoint.save
+    if save is None or not isinstance(folder := parse_location(save), Path):
+        return ()
+    return run_on_rank0(lambda: [*rename_suspects(folder, config.reliability.on_corruption)], world)
 
 
 def read_phase_together(path: Location, world: Group) -> PhaseFacts | None:
@@ -275,7 +304,8 @@ def build_and_train(
             origin=trainer.progress.origin,
             later=trainer.progress.later,
         )
-    with log, PeerWatchdog(world, trainer.pipeline if config.parallel.pipeline_model_parallel_size > 1 else None):
+    pipeline = trainer.pipeline if config.parallel.pipeline_model_parallel_size > 1 else None
+    with log, PeerWatchdog(world, pipeline, run_dir):
         with refuse_start_on_error(), stopped_after_errors(trainer.components):
             shown = summary(config, world.size, *trainer.progress.in_phase, known_cluster(config, world.size))
             for text in (*notes, "\n".join([shown, *trainer.data.summary()])):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megatron.config.text import listed_ranks
 from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.pipeline.communication import add_communication
@@ -173,8 +174,9 @@ def first_out_of_line(
     """
     for size in sizes:
         if size.bad:
-            (microbatch, _), ranks = size.bad[0], sorted({rank for _, rank in size.bad})
-            return Suspicion(size, f"not finite, first in micro-batch {microbatch} of rank {ranks[0]}")
+            microbatch = size.bad[0][0]
+            ranks = [rank for i, rank in size.bad if i == microbatch]
+            return Suspicion(size, f"not finite, first in micro-batch {microbatch} of {listed_ranks(ranks)}")
     earlier = {(size.name, size.backward): size for size in before}
     for size in sizes:
         known = earlier.get((size.name, size.backward))
@@ -250,8 +252,8 @@ def scan_samples(trainer: Trainer, batches: Sequence[MicroBatch], module: str) -
             new = SampleSize(sample, rank, i, *map(float, texts))
             old = found.get(sample, new)
             pairs = zip(old[3:], new[3:])  # only the ranks that hold the module, or the loss, have more than 0
-            loss, output, gradient = (math.nan if math.isnan(a + b) else max(a, b) for a, b in pairs)
-            found[sample] = SampleSize(sample, rank, i, loss, output, gradient)
+            largest = [math.nan if math.isnan(a + b) else max(a, b) for a, b in pairs]
+            found[sample] = SampleSize(sample, rank, i, *largest)
     return [found[sample] for sample in sorted(found)]
 
 
@@ -279,12 +281,16 @@ def only_sample(batch: MicroBatch, index: int) -> MicroBatch:
 
 
 def suspicious_samples(samples: Sequence[SampleSize], ratio: float = RATIO) -> list[SampleSize]:
-    """Return the samples that are not finite; if all are finite, those whose loss, output or gradient is out of line.
+    """Return the samples whose output of the module, or else loss or gradient, is not finite, or else out of line.
 
     A number is out of line if it is ``ratio`` times the median over the samples of the step. The worst comes first.
     """
-    if bad := [sample for sample in samples if not sample.finite]:
-        return bad
+    for bad in (
+        [sample for sample in samples if not math.isfinite(sample.output)],  # before a weight that spoils all of them
+        [sample for sample in samples if not sample.finite],
+    ):
+        if bad:
+            return bad
     middle = [median(numbers) for numbers in zip(*(sample[3:] for sample in samples))]
 
     def worst(sample: SampleSize) -> float:

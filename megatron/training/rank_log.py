@@ -34,6 +34,9 @@ MAX_BYTES = 8 << 20
 TAIL_BYTES = 16 << 10
 """Read of another rank's log, to find how it died."""
 
+CLAIM_FILE = "first_failure"
+"""Created by the first rank that fails."""
+
 FATAL = "Fatal Python error: "
 """Begins what ``faulthandler`` writes about a crash."""
 
@@ -164,6 +167,8 @@ def _create(run_dir: str, rank: int, world_size: int, environ: Mapping[str, str]
     check_access(Path(run_dir), shared=True)
     make_folder(folder, private=True)
     job = " ".join(f"{name}={environ[name]}" for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT") if name in environ)
+    if rank == 0:
+        (folder / CLAIM_FILE).unlink(missing_ok=True)  # of an earlier start
     header = f"rank {rank} of {world_size} on {socket.gethostname()}, process {os.getpid()} {job}".rstrip()
     return RankLog(rank_log_path(run_dir, rank), header, warn=rank == 0)
 
@@ -217,21 +222,40 @@ class _LogHandler(logging.Handler):
             write_text(text)
 
 
-def last_words(run_dir: str | Path, rank: int, since: float) -> str:
-    """Return how a rank died as its log has it, such as ``Segmentation fault``; empty if it does not.
+def claim_first_failure() -> bool:
+    """Return True if no other rank of this start has called this before; also without logs of ranks.
 
-    Args:
-        run_dir: of the run.
-        rank: that has died.
-        since: a log that was last written before this time, in seconds since 1970, is of an earlier start.
+    The disk decides where the store cannot: it is gone with the rank that hosts it, which may have been the first.
     """
-    path = rank_log_path(run_dir, rank)
+    if _open_log is None:
+        return True
     try:
-        if path.stat().st_mtime < since:
-            return ""
+        os.close(os.open(_open_log.path.with_name(CLAIM_FILE), os.O_CREAT | os.O_EXCL, PRIVATE_FILE))
+    except FileExistsError:
+        return False
+    except OSError:  # a disk that cannot be written
+        pass
+    return True
+
+
+def crashed_ranks(world_size: int) -> list[str]:
+    """Return which ranks have crashed in native code since this start, and how, as their logs have it."""
+    if _open_log is None:
+        return []
+    found = []
+    for rank in range(world_size):
+        path = _open_log.path.with_name(rank_log_path("", rank).name)
+        if words := _last_words(path):
+            found.append(f"rank {rank} has crashed: {words}; its stacks: {path}")
+    return found
+
+
+def _last_words(path: Path) -> str:
+    """Return how the rank of a log crashed, such as ``Segmentation fault``; empty if it did not."""
+    try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").rpartition("==== ")[2].splitlines()
+            lines = file.read().decode(errors="replace").rpartition("\n==== ")[2].splitlines()
     except OSError:
         return ""
-    return next((line.removeprefix(FATAL) for line in reversed(lines) if line.startswith(FATAL)), "")
+    return next((line.removeprefix(FATAL) for line in lines if line.startswith(FATAL)), "")

@@ -41,17 +41,10 @@ def train_step(
     if trainer.device.type == "cuda":
         rates = rates_on(trainer.device, rates)
     scale = trainer.scaler.scale.clone()  # the scaler updates its own in place
-    tokens = count_tokens(trainer, batches)
-    trainer.buckets.start_step(len(batches), trainer.iteration)
-    loss_grad = scale / tokens.clamp(min=1.0)
-    for component in trainer.acting(Component.on_loss_grad):
-        loss_grad = component.on_loss_grad(loss_grad)
-    with trainer.timers("forward-backward"):
-        trainer.compute(batches, loss_grad)
-    sums = collect_sums(trainer)
-    losses = {"lm loss": mean_loss(trainer, sums, tokens), **auxiliary_losses(trainer, sums, tokens)}
-    losses |= {name: mean_loss(trainer, sums, tokens, name) for name in trainer.loss_names}
-    trainer.optimizer.reduce_gradients(trainer.timers)
+    tokens, loss_grad = weigh_batch(trainer, batches, scale)
+    for component in trainer.acting(Component.before_compute):
+        component.before_compute(batches, loss_grad, tokens)
+    losses = compute_gradients(trainer, batches, loss_grad, tokens)
     for component in trainer.acting(Component.on_gradients):
         component.on_gradients(losses, tokens)
     loss = losses.pop("lm loss")
@@ -63,6 +56,39 @@ def train_step(
     for component in trainer.acting(Component.after_step):
         component.after_step(outcome)
     return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite, losses)
+
+
+def weigh_batch(trainer: Trainer, batches: Sequence[MicroBatch], scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weight of the global batch, and the gradient of the summed losses, 0-d; collective."""
+    tokens = count_tokens(trainer, batches)
+    loss_grad = scale / tokens.clamp(min=1.0)
+    for component in trainer.acting(Component.on_loss_grad):
+        loss_grad = component.on_loss_grad(loss_grad)
+    return tokens, loss_grad
+
+
+def compute_gradients(
+    trainer: Trainer, batches: Sequence[MicroBatch], loss_grad: Tensor, tokens: Tensor
+) -> dict[str, Tensor]:
+    """Run the pipeline forward and backward, and reduce the gradients; repeated calls give the same bits. Collective.
+
+    Args:
+        trainer: of which nothing but the gradients changes.
+        batches: this rank's micro-batches of the step.
+        loss_grad: gradient of the summed losses with which backward starts, 0-d.
+        tokens: weight of the global batch, 0-d.
+
+    Returns:
+        The losses of the step by name, 0-d, equal on all ranks.
+    """
+    trainer.buckets.start_step(len(batches), trainer.iteration)
+    with trainer.timers("forward-backward"):
+        trainer.compute(batches, loss_grad)
+    sums = collect_sums(trainer)
+    losses = {"lm loss": mean_loss(trainer, sums, tokens), **auxiliary_losses(trainer, sums, tokens)}
+    losses |= {name: mean_loss(trainer, sums, tokens, name) for name in trainer.loss_names}
+    trainer.optimizer.reduce_gradients(trainer.timers)
+    return losses
 
 
 def rates_on(device: torch.device, rates: Rates) -> Rates:

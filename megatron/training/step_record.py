@@ -26,7 +26,6 @@ from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import Box
-from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.training.callbacks.health import HASH_BLOCK, layer_name, position_hash, square_sum
 from megatron.training.trainer import Trainer
 
@@ -114,41 +113,32 @@ def box_digest(values: Tensor, box: Box, view: Sequence[int]) -> Tensor:
 
 
 def gather_step_record(
-    trainer: Trainer,
-    batches: Sequence[MicroBatch],
-    loss: Tensor | None = None,
-    outcome: UpdateResult | None = None,
-    intact: bool = False,
+    trainer: Trainer, batches: Sequence[MicroBatch], numbers: Mapping[str, float | None], intact: bool
 ) -> dict[str, Any]:
     """Return the record of the step that was just taken, as JSON, on rank 0, and {} on the others. Collective.
 
-    Call it before the next step begins to accumulate gradients. Numbers that are not finite are texts (``"nan"``).
+    Numbers that are not finite are texts (``"nan"``).
 
     Args:
         trainer: the run.
         batches: this rank's micro-batches of the step.
-        loss: of the step, 0-d, equal on all ranks.
-        outcome: of the update.
-        intact: the step changed no weight (``outcome.skipped``), and the gradients are those that were reduced. Then
-            the record has digests of all gradients, the norms of layers, and digests of the weights.
+        numbers: ``loss`` and ``grad_norm`` of the step, as far as they are known; the same on every rank.
+        intact: the step changed no weight, and no later step has begun, so the reduced gradients are still there. Then
+            the record has digests of all gradients and weights, and the norms of layers.
     """
-    late = trainer.iteration - batches[0].step  # 1 if results are read after the next step
-    rates = trainer.schedule.rates(trainer.consumed_samples) if not late else None
-    numbers: dict[str, Any] = {
-        "loss": None if loss is None else float(loss),
-        "grad_norm": None if outcome is None else float(outcome.grad_norm),
-        "loss_scale": float(trainer.scaler.scale if outcome is None else outcome.loss_scale),
-        "skipped": None if outcome is None else bool(outcome.skipped),
-        "nonfinite": None if outcome is None else bool(outcome.nonfinite),
-        "learning_rate": None if rates is None else float(rates.lr),
+    late = trainer.iteration > batches[0].step  # results are read after the next step
+    record: dict[str, Any] = {
+        "step": batches[0].step + 1,
+        **{name: as_json(value) for name, value in numbers.items()},
+        "loss_scale": float(trainer.scaler.scale),
+        "learning_rate": None if late else float(trainer.schedule.rates(trainer.consumed_samples).lr),
         "consumed_samples": None if late else trainer.consumed_samples,
     }
-    record = {"step": batches[0].step + 1, **{name: as_json(value) for name, value in numbers.items()}}
     if intact:
-        record |= record_tensors(trainer, numbers["loss_scale"])
+        record |= record_tensors(trainer, float(trainer.scaler.scale))
     by_rank = comm.gather_objects(record_samples(trainer, batches), trainer.mesh.world)
     record["samples"] = [sample for samples in by_rank for sample in samples]
-    return record | record_run(trainer, int(record["step"])) if trainer.mesh.world.rank == 0 else {}
+    return record | record_run(trainer, batches[0].step + 1) if trainer.mesh.world.rank == 0 else {}
 
 
 def record_tensors(trainer: Trainer, loss_scale: float) -> dict[str, Any]:
@@ -198,8 +188,10 @@ def record_run(trainer: Trainer, step: int) -> dict[str, Any]:
             found = CheckpointFolder(parse_location(str(folder))).candidates() if folder and not checkpoint else []
             taken = [each for each in found if each.manifest is not None and each.iteration < step]
             checkpoint = str(taken[0].path) if taken else checkpoint
+    rewinds = [component.state_dict() for component in trainer.components if component.name == "rewinds"]
     return {
         "checkpoint": checkpoint,
+        "rewinds": [rewind["id"] for state in rewinds for rewind in state["list"]],
         "layout": dict(trainer.mesh.layout.sizes),
         "world_size": trainer.mesh.world.size,
         "device": trainer.device.type,

@@ -104,8 +104,14 @@ def spoil_step(trainer: Trainer) -> None:
 
 @contextmanager
 def spoiled_sample(tokens: Sequence[int], factor: float = torch.nan) -> Iterator[None]:
-    """Multiply the embeddings of each micro-batch of training that holds a sample with these tokens."""
+    """Multiply the gradient of the embeddings, or by NaN these, of each micro-batch of training with these tokens."""
     original = Trainer.compute
+
+    def spoil(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        if factor != factor:
+            return output * factor
+        output.register_hook(lambda gradient: gradient * factor)
+        return output
 
     def compute(trainer: Trainer, batches: Any, loss_grad: Any, *arguments: Any) -> None:
         data = trainer.data.datasets["train"]
@@ -114,8 +120,7 @@ def spoiled_sample(tokens: Sequence[int], factor: float = torch.nan) -> Iterator
             if any(data[i].tokens.tolist() == [*tokens] for i in numbers):
                 for chunk in trainer.chunks.values():
                     if chunk.embedding is not None:
-                        spoil = chunk.embedding.register_forward_hook(lambda module, inputs, output: output * factor)
-                        hooks.enter_context(spoil)
+                        hooks.enter_context(chunk.embedding.register_forward_hook(spoil))
             original(trainer, batches, loss_grad, *arguments)
 
     with patch.object(Trainer, "compute", compute):

@@ -332,7 +332,8 @@ def preprocess_again(case: Case) -> list[str]:
     (case.folder / "other.jsonl").write_text(json.dumps({"text": "jumps over the lazy dog"}) + "\n")
     (case.folder / "other.jsonl").write_text((case.folder / "other.jsonl").read_text() * 60)
     tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {case.site}/bpe"
-    return f"--input {case.folder}/other.jsonl --output-prefix {case.folder}/data --append-eod --overwrite {tokenizer}".split()
+    places = f"--input {case.folder}/other.jsonl --output-prefix {case.folder}/data --overwrite"
+    return f"{places} --append-eod {tokenizer}".split()
 
 
 # ---- Crashes

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.arguments.sources import from_assignments, from_dict
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.location import parse_location
+from megatron.checkpoint.rewinds import Rewind, later_rewinds, read_rewinds, rewinds_of
 from megatron.config.batch import WHOLE_RUN, Origin
 from megatron.config.errors import UserError
 from megatron.config.files import read_small
@@ -25,7 +28,7 @@ from megatron.config.privacy import REDACTED
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.errors import DataError
-from megatron.training.incidents import INCIDENT_FILE, read_incident
+from megatron.training.incidents import INCIDENT_FILE, read_incident, read_step_record
 from megatron.training.loggers.run_folder import COMMAND_FILE, METRICS_FILE, read_json_lines
 from megatron.training.resume_source import ResumeSource, find_resume_source, read_only_options
 from tools.lib.run_samples import RunStart, read_starts
@@ -73,22 +76,20 @@ def read_target(path: Path, step: int | None, assignments: Sequence[str]) -> Rep
         UserError: if the configuration or an assignment is wrong.
     """
     folder = path.parent if path.name == INCIDENT_FILE else path
-    record, sentence, run = dict[str, Any](), "", folder
+    record, sentence, run, until = dict[str, Any](), "", folder, math.inf
     if (folder / INCIDENT_FILE).exists():
         try:
-            incident = read_incident(folder)
+            incident, record = read_incident(folder), read_step_record(folder)
         except (OSError, ValueError) as error:
             raise DataError(f"{folder / INCIDENT_FILE} cannot be read: {error}") from error
-        facts = incident.facts.get("record", incident.facts)
-        record, sentence = dict(facts) if isinstance(facts, Mapping) else {}, incident.sentence
-        run = folder.resolve().parents[1]
+        sentence, run, until = incident.sentence, folder.resolve().parents[1], incident.time
         step = incident.step if step is None else step
         record = record if record.get("step") == step else {}
     elif step is None:
         raise DataError(
             f"{path} is no incident: name a step of the run", f"python tools/replay_step.py {path} --step N"
         )
-    logged = read_logged_steps(run / METRICS_FILE)
+    logged = read_logged_steps(run / METRICS_FILE, until)
     start = start_of(run, step, logged)
     if record.get("config"):
         start = replace(start, config=from_dict(_known(record["config"])), world_size=int(record["world_size"]))
@@ -122,14 +123,21 @@ def assign(config: RunConfig, assignments: Sequence[str]) -> RunConfig:
     return config
 
 
-def read_logged_steps(path: Path) -> list[LoggedSteps]:
-    """Return the log lines of training, without steps that a restart discarded."""
+def read_logged_steps(path: Path, until: float = math.inf) -> list[LoggedSteps]:
+    """Return the log lines of training, without steps that a restart discarded.
+
+    Args:
+        path: ``metrics.jsonl`` of the run.
+        until: time of an incident; what later starts did is not read.
+    """
     found, begins = list[LoggedSteps](), 0
     with suppress(OSError):
         for line in read_json_lines(path):
             if line is None or not isinstance(at := line.get("iteration"), int):
                 continue
             if line.get("event") == "start":
+                if float(line.get("time", 0.0)) > until:
+                    break
                 found, begins = [each for each in found if each.last <= at], at
             elif "lm loss" in line and "event" not in line:
                 found.append(LoggedSteps(begins + 1, at, line))
@@ -166,7 +174,7 @@ def find_source(target: ReplayTarget, given: str | None) -> ResumeSource:
         named = re.fullmatch(r"iter_(\d+)", location.name)
         folder_of = CheckpointFolder(location.parent if named else location)
         found = [each for each in folder_of.candidates() if not named or each.iteration == int(named[1])]
-        valid = [each for each in found if each.manifest is not None]
+        valid = [each for each in found if each.manifest is not None and on_course(target, each.manifest)]
         if usable := [each for each in valid if each.iteration < step]:
             new_phase = 0 < usable[0].iteration == target.origin.iteration
             return ResumeSource((usable[0].path,), mode="new-phase" if new_phase else "exact")
@@ -181,6 +189,17 @@ def find_source(target: ReplayTarget, given: str | None) -> ResumeSource:
         "--checkpoint FOLDER, if the checkpoints have moved",
         "--checkpoint none, to take all steps from the start of the run",
     )
+
+
+def on_course(target: ReplayTarget, manifest: Manifest) -> bool:
+    """Return True if the run took the step after this checkpoint, not before or after it went back elsewhere."""
+    known = [rewind.id for rewind in rewinds_of(manifest.state)]
+    if "rewinds" in target.record:
+        return set(known) <= set(target.record["rewinds"])
+    rewinds: Sequence[Rewind] = ()
+    with suppress(OSError, CheckpointError):
+        rewinds = read_rewinds(manifest.path.parent)
+    return not later_rewinds(int(manifest.state["iteration"]), known, rewinds)
 
 
 def moved_with(target: ReplayTarget, save: str | None) -> list[str]:

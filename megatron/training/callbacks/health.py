@@ -395,6 +395,13 @@ def _copied_parts(trainer: Trainer) -> Iterator[tuple[str, ShardPiece, Tensor, l
 
 def describe_difference(what: str, by_rank: Sequence[Sequence[WeightCopy]]) -> str:
     """Describe on which ranks copies of a parameter differ from the majority, if there is a majority."""
+    odd, majority = differing_ranks(what, by_rank)
+    minority = listed_ranks(odd)
+    return f"on {minority} differs from {listed_ranks(majority)}" if majority else f"is not the same on {minority}"
+
+
+def differing_ranks(what: str, by_rank: Sequence[Sequence[WeightCopy]]) -> tuple[list[int], list[int]]:
+    """Return the ranks whose copies of a parameter differ from the majority, all without one, and the majority."""
     by_place: dict[str, dict[int, int]] = defaultdict(dict)  # digests by rank
     for rank, copies in enumerate(by_rank):
         for copy in copies:
@@ -405,9 +412,7 @@ def describe_difference(what: str, by_rank: Sequence[Sequence[WeightCopy]]) -> s
         (most, count), *others = Counter(digests.values()).most_common()
         tied = bool(others) and others[0][1] == count
         odd |= {rank for rank, digest in digests.items() if tied or digest != most}
-    majority = sorted({rank for digests in by_place.values() for rank in digests} - odd)
-    minority = listed_ranks(sorted(odd))
-    return f"on {minority} differs from {listed_ranks(majority)}" if majority else f"is not the same on {minority}"
+    return sorted(odd), sorted({rank for digests in by_place.values() for rank in digests} - odd)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class StepCheck(Component):
     def __init__(self, trainer: Trainer, late: bool | None = None) -> None:
         """Start with no step; ``late`` reads one step late, by default on GPUs."""
         self._trainer = trainer
-        self._late = trainer.device.type == "cuda" if late is None else late
+        self.late = trainer.device.type == "cuda" if late is None else late
         self._unread: tuple[HostCopy, Sequence[MicroBatch]] | None = None
 
     def left(self) -> Tensor:
@@ -39,7 +40,7 @@ class StepCheck(Component):
     def on_step_taken(self, batches: Sequence[MicroBatch]) -> None:
         """Check this step, or the one before it if they are read late; see :class:`Component`."""
         previous, self._unread = self._unread, (HostCopy(self.left()), batches)
-        self._check(previous) if self._late else self.settle()
+        self._check(previous) if self.late else self.settle()
 
     def settle(self) -> None:
         """Check the last step; see :class:`Component`."""
@@ -87,7 +88,9 @@ class NonFiniteCheck(StepCheck):
         """
         if values:
             sentence = f"the loss or gradient of step {batches[0].step + 1} is not finite"
-            explain = lambda: explain_nonfinite(self._trainer, batches)  # noqa: E731
-            sentence = act_on_step(self, self._trainer, "nonfinite", batches, self._policy, sentence, explain=explain)
+            explain = partial(explain_nonfinite, self._trainer, batches)
+            sentence = act_on_step(
+                self, self._trainer, "nonfinite", batches, self._policy, sentence, explain=explain, intact=not self.late
+            )
             if self._policy.act == "stop":
                 raise NonFiniteError(sentence)

@@ -135,4 +135,5 @@ class SpikeCheck(StepCheck):
                 f"{loss_deviation:.2g}), gradient norm {norm:.4g} (mean {mean_norm:.4g}, "
                 f"deviation {norm_deviation:.2g})"
             )
-            act_on_step(self, self._trainer, "spike", batches, self._policy, sentence, facts)
+            intact = self._policy.act != "log" and not self.late
+            act_on_step(self, self._trainer, "spike", batches, self._policy, sentence, facts, intact=intact)

@@ -11,6 +11,7 @@ from megatron.distributed.launch import run_on_rank0
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.training.component import Component, LoopEndError
 from megatron.training.incidents import Incident, read_incidents, record_incident
+from megatron.training.step_record import gather_step_record
 from megatron.training.trainer import Trainer
 
 FOLLOWS = {
@@ -48,6 +49,7 @@ def act_on_step(
     sentence: str,
     facts: Mapping[str, Any] | None = None,
     explain: Callable[[], str] | None = None,
+    intact: bool = False,
 ) -> str:
     """Report a step, and go back if the policy asks for it; return what was found. Collective.
 
@@ -61,6 +63,7 @@ def act_on_step(
         facts: for the record, JSON.
         explain: returns a sentence that names the cause, collective, and takes the time of a step; called if the run
             cannot go on, or the incident gets a folder.
+        intact: see :func:`megatron.training.step_record.gather_step_record`.
 
     Raises:
         RewindNeededError: if the run is to go back.
@@ -68,6 +71,10 @@ def act_on_step(
     step, run_dir = batches[0].step + 1, trainer.config.logging.run_dir
     most = trainer.config.reliability.max_incidents
     has_room = run_dir is not None and run_on_rank0(lambda: _recorded(run_dir) < most, trainer.mesh.world)
+    record: Mapping[str, Any] = {}
+    if has_room:  # first, because the explanation computes the step again
+        numbers = {"loss": (facts or {}).get("loss"), "grad_norm": (facts or {}).get("grad-norm")}
+        record = gather_step_record(trainer, batches, numbers, intact)
     if explain is not None and (has_room or policy.act not in ("log", "skip")):
         sentence = explain()
     reader = trainer.reader
@@ -79,7 +86,7 @@ def act_on_step(
         folder = None
         if has_room and run_dir is not None:
             try:
-                folder = record_incident(run_dir, Incident(kind, step, sentence, found))
+                folder = record_incident(run_dir, Incident(kind, step, sentence, found), record)
             except OSError as error:
                 component.log.warning(f"the incident of step {step} is not recorded: {error}")
         component.log.incident(kind, text, folder)

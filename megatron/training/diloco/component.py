@@ -31,9 +31,6 @@ from torch import Tensor
 
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.save import run_in_background
-from megatron.config.option import Role
-from megatron.config.run import RunConfig
-from megatron.config.settings import SETTINGS
 from megatron.config.text import counted, echo, listed
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
@@ -45,6 +42,7 @@ from megatron.training.failure_report import NonFiniteError
 from megatron.training.metrics import StepMetrics
 from megatron.training.replicas.members import Member, ReplicaError, Replicas, connect
 from megatron.training.replicas.store import read_secret
+from megatron.training.replicas.transfer import CHUNK_BYTES, MAX_FAILURES, copy_to_peers, ordered_sum, shared_options
 from megatron.training.resume_source import ResumeSource, stream_of
 from megatron.training.trainer import Trainer
 
@@ -54,12 +52,6 @@ ABSURD_NORM = 1000.0
 Replicas differ by less: those of a round have taken the same number of steps with the same learning rates, and one
 that has skipped updates is short of those alone.
 """
-
-MAX_FAILURES = 30
-"""Failed attempts in a row with the same members, each of which is alive, after which a replica gives up."""
-
-CHUNK_BYTES = 1 << 26
-"""Bytes exchanged at a time: a long transfer consists of short ones, each of which may time out."""
 
 
 @dataclass(frozen=True)
@@ -394,7 +386,9 @@ class Diloco(Component):
                 facts["rounds"] = -1  # until an attempt is committed, it has neither its own state nor another's
                 pending = source.facts.get("pending", False)
                 self.outer.expect_grads(self.outer.fragment(source.facts["rounds"] - 1) if pending else ())
-            self._send_state(group, members.index(source), behind)
+            targets = [rank for rank, is_behind in enumerate(behind) if is_behind]
+            tensors = [kind[name] for kind in self.outer.kinds().values() for name in sorted(kind)]
+            copy_to_peers(tensors, group, members.index(source), targets)
         if source.facts["starting"]:
             return [], delta
         names = self._names(source.facts)
@@ -416,10 +410,7 @@ class Diloco(Component):
         return sorted(names, key=lambda name: name in self._shared)
 
     def _sum(self, x: Tensor, group: Group, key: int | None) -> Tensor:
-        """Return the sum over members, in their order; rounded to int8 with a ``key``.
-
-        An element's bits do not depend on its place, because the ranks that share a parameter have it at other places.
-        """
+        """Return the sum over members, in their order; rounded to int8 with a ``key``."""
         total = torch.empty_like(x)
         for number, (chunk, out) in enumerate(zip(*(y.split(CHUNK_BYTES // x.itemsize) for y in (x, total)))):
             if group.size == 1 or not len(chunk):
@@ -427,30 +418,8 @@ class Diloco(Component):
             elif key is not None:
                 out.copy_(int8_all_reduce(chunk, group, torch.tensor(key + number)))
             else:
-                padded = torch.nn.functional.pad(chunk, (0, -len(chunk) % group.size))
-                parts = comm.start_all_to_all(padded, group).wait().view(group.size, -1)
-                mine = parts[0].clone()
-                for part in parts[1:]:
-                    mine += part
-                out.copy_(comm.all_gather(mine, group)[: len(chunk)])
+                out.copy_(ordered_sum(chunk, group))
         return total
-
-    def _send_state(self, group: Group, source: int, behind: Sequence[bool]) -> None:
-        """Copy the outer state of one member to those that are behind.
-
-        All members wait after each chunk: a wait for the whole state could exceed the timeout.
-        """
-        targets = [rank for rank, is_behind in enumerate(behind) if is_behind]
-        for tensors in self.outer.kinds().values():
-            for name in sorted(tensors):
-                host = tensors[name].cpu().view(-1)
-                for chunk in host.split(CHUNK_BYTES // host.itemsize):
-                    sent = [(chunk, rank) for rank in targets] if group.rank == source else []
-                    received = [(chunk, source)] if group.rank in targets else []
-                    comm.start_exchange(sent, received, chunk, group).wait()
-                    comm.all_reduce(torch.zeros(1), group)
-                if group.rank in targets:
-                    tensors[name].view(-1).copy_(host)
 
 
 def left_out(members: Sequence[Member]) -> dict[int, str]:
@@ -496,16 +465,3 @@ def _digest(outer: OuterOptimizer) -> int:
             digest.update(f"{kind} {name}".encode())
             digest.update(tensors[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest(), "little")
-
-
-def shared_options(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """Return the options that must be the same in all replicas, as JSON: the model, its layout, and its training."""
-    own = {"device", "distributed_backend", "distributed_timeout_minutes", "data_path", "train_data_path"}
-    own |= {"valid_data_path", "test_data_path", "data_args_path", "per_split_data_args_path"}
-    found: dict[str, Any] = {"ranks": world_size}
-    for name, setting in SETTINGS.items():
-        same = setting.option.role not in (Role.START, Role.FREE) or setting.group == "parallel"
-        if same and name not in own:
-            value = setting.value_in(config)
-            found[name] = list(value) if isinstance(value, tuple) else value
-    return found | {"params_dtype": config.precision.params_dtype}

@@ -30,6 +30,7 @@ from megatron.config.plugins import registered
 from megatron.config.privacy import redact
 from megatron.config.run import RunConfig
 from megatron.training.failure_report import describe_error
+from megatron.training.loggers.alerts import alert_logger
 from megatron.training.loggers.base import MetricLogger, Metrics, error_summary
 from megatron.training.loggers.console import CONSOLE_PREFIX, ConsoleLogger, print_line, print_warning
 from megatron.training.loggers.plots import LAYER_PLOTS, draw_runs
@@ -119,6 +120,8 @@ class RunLogger:
         if self.folder is not None:
             reuse_note = self._open_folder(self.folder, to_yaml(config), name, data or {}, before)
         self._open_trackers(config, run_id, name)
+        if (alerts := alert_logger(last_phase=not later[0])) is not None:
+            self.add("alerts", lambda: alerts)
         kind = "evaluation" if config.training.skip_train else "start"  # an evaluation does not restart the loss curve
         self._event(kind, {"run-id": run_id, "world-size": world_size, **self._phase, **(facts or {})})
         if reuse_note:

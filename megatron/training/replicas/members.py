@@ -67,6 +67,8 @@ MAX_COUNT = 1 << 62
 
 MAX_ROUNDS = 1 << 40
 
+FINISHED = "finished"
+
 KNOCK = "knock"
 """Key that is there while a replica waits to join, also for a moment afterwards."""
 
@@ -274,6 +276,7 @@ class Replicas:
         poll: float = POLL_SECONDS,
         flags: str = "--diloco",
         check: Callable[[Any], Mapping[str, Any]] = check_facts,
+        watched: bool = False,
     ) -> None:
         """Take part as rank ``rank`` of a replica of ``ranks``.
 
@@ -286,6 +289,7 @@ class Replicas:
             poll: seconds between two looks at the store.
             flags: beginning of the options of these replicas, for errors.
             check: returns the facts of a replica, or raises ValueError, TypeError or KeyError.
+            watched: all call :meth:`watch`, so that a replica is dead once a connection of it ends.
         """
         self.rank, self.ranks, self.count, self.timeout, self.poll = rank, ranks, count, timeout, poll
         self.leader = rank == 0
@@ -294,7 +298,7 @@ class Replicas:
         self.meter = CommMeter()
         # Number of the next attempt, and of the last one that was committed here.
         self.attempt, self.series = 0, -1
-        self._is_bound = False  # deaths are noticed by connections, too
+        self._watched = watched
         self._store = store
         self._group: tuple[tuple[Member, ...], Group] | None = None
         self._opened = -1  # attempt in which the group was opened
@@ -388,12 +392,10 @@ class Replicas:
         fixes = (f"drop {self._flags}-replica",) if required else (more,)
         raise UserError([Problem("E956", f"this replica has no place: {which}", fixes)])
 
-    def bind(self) -> None:
-        """Let the replica count as dead once this process is gone; each rank calls it, after the claim."""
-        if isinstance(self._store, StoreClient):
-            self._ask(self._store.bind, f"gone/{self.id}")
-            self._is_bound = True
-            threading.Thread(target=self._watch, name="replica watch", daemon=True).start()
+    def watch(self) -> None:
+        """Let the replica count as dead once this process is gone, and watch the others; called after the claim."""
+        self._ask(self._store.bind, f"gone/{self.id}")
+        threading.Thread(target=self._watch, name="replica watch", daemon=True).start()
 
     def _watch(self) -> None:
         """Close a group that another rank has found broken, which ends an exchange that this rank is blocked in.
@@ -423,7 +425,7 @@ class Replicas:
         self.close_group()
         if self.leader and self.index >= 0:
             with suppress(ReplicaError):
-                if self._is_bound:
+                if self._watched:
                     self._ask(self._store.set, f"gone/{self.id}", "1")
                 self._replace(f"holder/{self.index}", self.id, "")
 
@@ -436,12 +438,16 @@ class Replicas:
             except ReplicaError:  # the next request of the main thread reports it
                 return
 
+    def is_member_alive(self, member: Member) -> bool:
+        """Return False if a member is gone, or silent; always True for this replica."""
+        return member.id == self.id or self._is_alive(member.id)
+
     def _is_alive(self, holder: str) -> bool:
         """Return False for a replica whose heartbeat has not changed for ``timeout``, as watched from here.
 
         Clocks of machines are not compared. A replica that is watched for the first time counts as alive.
         """
-        if self._is_bound and self._ask(self._store.check, [f"gone/{holder}"]):
+        if self._watched and self._ask(self._store.check, [f"gone/{holder}"]):
             return False
         beat, now = self._read(f"beat/{holder}"), time.monotonic()
         known = self._beats.get(holder)
@@ -491,7 +497,7 @@ class Replicas:
             if facts["starting"] and self._ask(self._store.check, [f"stopped/{self.id}"]):
                 return None
             if self.leader:
-                if facts["starting"] and self._is_bound:
+                if facts["starting"] and self._watched:
                     self._ask(self._store.set, KNOCK, "1")
                 if facts["starting"] and stopped():
                     self._ask(self._store.set, f"stopped/{self.id}", "1")
@@ -564,7 +570,7 @@ class Replicas:
         committed = decision == "commit"
         if committed:
             self.series = self.attempt
-            if self._is_bound and self.leader:
+            if self._watched and self.leader:
                 self._ask(self._store.set, f"took part/{self.id}", "1")
         else:
             self.close_group()
@@ -598,6 +604,23 @@ class Replicas:
             if not all(self._is_alive(member.id) for member in members if member.id != self.id):
                 self._replace(key, "", "abort")
 
+    def finish(self) -> None:
+        """Record that the last step of the run was taken, and saved."""
+        self._ask(self._store.set, FINISHED, "1")
+
+    def has_finished(self) -> bool:
+        """Return True if the last step of the run was taken, and saved."""
+        return bool(self._ask(self._store.check, [FINISHED]))
+
+    def wait_for_first(self, members: Sequence[Member]) -> int:
+        """Wait until the run has finished, or this replica is the first member left; return how many are left."""
+        left = [*members]
+        while left[0].id != self.id and not self.has_finished():
+            if not self._is_alive(left[0].id) and not self.has_finished():
+                left.pop(0)
+            time.sleep(self.poll)
+        return len(left)
+
     def forget_knock(self) -> None:
         """Forget that replicas wait to join; those that still do knock again."""
         self._ask(self._store.delete_key, KNOCK)
@@ -620,7 +643,7 @@ class Replicas:
             return Group(axes=AXES, meter=self.meter)
         prefix = distributed_c10d.PrefixStore(f"{self.attempt}/group/{self.rank}", self._store)
         self._opened, size = self.attempt, len(members)
-        if isinstance(self._store, StoreClient) and self._is_bound:
+        if isinstance(self._store, StoreClient) and self._watched:
             self._store.given_up = partial(self._store.check_any, [f"gone/{member.id}" for member in members])
         gloo = dist.ProcessGroup.BackendType.GLOO
         handle = dist.ProcessGroup(prefix, mine, size)

@@ -143,10 +143,15 @@ class StoreServer:
 
         async def run() -> None:
             server = await asyncio.start_server(self._serve, sock=listener)
+            self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
             async with server:
-                await server.serve_forever()
+                await self._ended.wait()
 
         threading.Thread(target=lambda: asyncio.run(run()), name="replica store", daemon=True).start()
+
+    def stop(self) -> None:
+        """Close all connections, and listen no more."""
+        self._loop.call_soon_threadsafe(self._ended.set)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host = str(writer.get_extra_info("peername")[0])
@@ -173,11 +178,9 @@ class StoreServer:
                 fields = channel.open(body)
                 limit, patience = MESSAGE_BYTES, None
                 self._strangers.pop(writer, None)
-                match fields:
-                    case [b"wait", milliseconds, *keys]:
-                        await self._wait(keys, float(milliseconds) / 1000)
-                    case [b"bind", key]:
-                        bound.append(key)
+                if fields[:1] == [b"wait"]:
+                    await self._wait(fields[2:], float(fields[1]) / 1000)
+                bound += fields[1:] if fields[:1] == [b"bind"] else []
                 writer.write(channel.seal(self._answer(host, fields)))
                 await writer.drain()
         except ValueError as error:
@@ -227,31 +230,36 @@ class StoreServer:
             match fields:
                 case [b"hello"] | [b"bind", _]:
                     return [b"ok"]
-                case [b"wait", _, *keys]:
-                    found = [self._values[key] for key in keys if key in self._values]
-                    return [b"ok", *found] if len(found) == len(keys) else [b"none"]
-                case [b"add", key, amount]:
-                    self._store(host, key, str(int(self._values.get(key, b"0")) + int(amount)).encode())
-                    return [b"ok", self._values[key]]
                 case [b"get", key]:
                     return [b"ok", self._values[key]] if key in self._values else [b"none"]
                 case [b"check", *keys]:
                     return [b"ok" if all(key in self._values for key in keys) else b"none"]
-                case [b"set", key, value]:
-                    self._store(host, key, value)
-                    return [b"ok"]
-                case [b"compare_set", key, expected, value]:
-                    if self._values.get(key, b"") == expected:
-                        self._store(host, key, value)
-                    return [b"ok", self._values.get(key, expected)]
-                case [b"delete", key]:
-                    found = key in self._values
-                    self._forget([key])
-                    return [b"ok" if found else b"none"]
-            raise ValueError("it sent an unknown request")
+                case [b"wait", _, *keys]:
+                    found = [self._values[key] for key in keys if key in self._values]
+                    return [b"ok", *found] if len(found) == len(keys) else [b"none"]
+            return self._change(host, fields)
         except ValueError as error:
             self._note(host, f"refused a request: {error}")
             return [b"refused", str(error).encode()]
+
+    def _change(self, host: str, fields: list[bytes]) -> list[bytes]:
+        """Answer a request that changes a value; raise ValueError if it is refused."""
+        match fields:
+            case [b"set", key, value]:
+                self._store(host, key, value)
+                return [b"ok"]
+            case [b"compare_set", key, expected, value]:
+                if self._values.get(key, b"") == expected:
+                    self._store(host, key, value)
+                return [b"ok", self._values.get(key, expected)]
+            case [b"add", key, amount]:
+                self._store(host, key, str(int(self._values.get(key, b"0")) + int(amount)).encode())
+                return [b"ok", self._values[key]]
+            case [b"delete", key]:
+                was_there = key in self._values
+                self._forget([key])
+                return [b"ok" if was_there else b"none"]
+        raise ValueError("it sent an unknown request")
 
     def _store(self, host: str, key: bytes, value: bytes) -> None:
         """Keep a value; raise ValueError above a limit."""

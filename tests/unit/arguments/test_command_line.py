@@ -113,6 +113,8 @@ WORDS = {
     "skip_samples": ("0:2", "@a b"),
     "skip_tokens": ("1.5K:4K",),
     "skip_documents": ("a b:7", "web:1-3"),
+    "on_spike": ("log", "rewind:7"),
+    "on_nonfinite": ("skip", "rewind:7"),
 }
 """Values of options whose words have a form."""
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.arguments.cli import parse
 from megatron.arguments.sources import to_yaml
 from tests.kit.runs import FLAGS
-from tools.diff_runs import Change, RunFolder, changed_facts, changed_options, compare_steps, read_run
+from tools.lib.run_differences import Change, RunFolder, changed_facts, changed_options, compare_steps, read_run
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from megatron.data.dataset import Dataset
 from megatron.data.loader import build_data
 from tests.kit.runs import before_step, kill, start, tiny_run
 from tests.unit.data.pairs import write
-from tools.diff_runs import first_different_index, main, open_samples, read_run
+from tools.diff_runs import main
+from tools.lib.run_differences import first_different_index, open_samples, read_run
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +184,7 @@ def test_an_order_that_changes_late_is_found_block_by_block(runs: Path) -> None:
     numbers, place = np.arange(24), 13
     known = a.datasets["train"].sample_hashes(numbers)
     other = Reordered(a.datasets["train"].fingerprint, np.where(numbers == place, known + np.uint64(1), known))
-    with patch("tools.diff_runs.DIGEST_BLOCK", 5):
+    with patch("tools.lib.run_differences.DIGEST_BLOCK", 5):
         assert first_different_index(a, b, 0, 24) is None
         assert first_different_index(a, replace(b, datasets={"train": other}), 0, 24) == place
         assert first_different_index(a, replace(b, datasets={"train": other}), 14, 24) is None

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from megatron.checkpoint.format import Manifest
+from megatron.training import features, rewinds
+from megatron.training.components.nonfinite import NonFiniteCheck
+from megatron.training.components.spikes import SpikeCheck
 from megatron.training.incidents import read_incidents
+from megatron.training.trainer import Trainer
 from tests.kit.runs import (
+    KilledError,
     Outcome,
+    before_step,
+    column,
     differences,
+    kill,
+    records,
+    saved_steps,
     spoiled_sample,
     start,
     steps,
+    tiny_phases,
     tiny_run,
 )
+from tests.unit.training.test_skipping import corpora
 
 FLAGS = "--params-dtype fp64 --train-iters 10 --save-interval 2"
 NONFINITE = "--on-nonfinite rewind:3"
@@ -32,9 +51,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return start(tiny_run(tmp_path_factory.mktemp("plain"), FLAGS))
 
 
-def in_step(outcome: Outcome, step: int, number: int = 1) -> tuple[int, ...]:
-    """The tokens of a sample of a step."""
-    return outcome.samples[step][number][1]
+def in_step(outcome: Outcome, step: int) -> tuple[int, ...]:
+    """The tokens of a sample of a step, not the first, that no other sample has."""
+    every = [tokens for samples in outcome.samples.values() for _, tokens in samples]
+    return next(tokens for _, tokens in outcome.samples[step][1:] if every.count(tokens) == 1)
 
 
 def by_hand(folder: Path, found: Path, step: int, skips: str, flags: str) -> Outcome:
@@ -59,3 +79,233 @@ def test_a_run_that_goes_back_equals_one_that_is_started_by_hand(tmp_path: Path,
     (incident,) = [incident for _, incident in read_incidents(folder)]
     assert (incident.kind, incident.step, incident.facts["places"]) == ("nonfinite", 7, [24, 28])
     assert "output of layers.0.input_layernorm, micro-batch 1, samples [25]" in incident.sentence
+
+
+@contextmanager
+def late_checks() -> Iterator[None]:
+    """Read what a step has left one step late, as on GPUs."""
+    create = SpikeCheck.create.__func__  # type: ignore[attr-defined]
+
+    def late_spikes(cls: type[SpikeCheck], trainer: Trainer) -> Any:
+        if (check := create(cls, trainer)) is not None:
+            check._late = True
+        return check
+
+    with (
+        patch.object(features, "NonFiniteCheck", lambda trainer: NonFiniteCheck(trainer, late=True)),
+        patch.object(SpikeCheck, "create", classmethod(late_spikes)),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_a_spike_is_undone(tmp_path: Path, plain: Outcome, late: bool) -> None:
+    """Step 8, of which the host learns in step 9 if flags are read late; the log lines of both come later."""
+    folder, flags = tmp_path / "run", f"{SPIKES} --log-interval 10 --save-interval 5"
+    with spoiled_sample(in_step(plain, 8), 1e3), late_checks() if late else ExitStack():
+        outcome = start(tiny_run(folder, run_flags(folder, flags)))
+    assert outcome.status == 0
+    assert "goes back from step 8 to step 5, and leaves out the samples 20:32" in outcome.out
+    hand = by_hand(tmp_path / "hand", folder, 5, "20:32", f"{FLAGS} {flags}")
+    assert hand.status == 0
+    assert differences(folder / "saved/iter_0000010", tmp_path / "hand/saved/iter_0000010") == ["rewinds"]
+    (incident,) = [incident for _, incident in read_incidents(folder)]
+    assert (incident.kind, incident.step, incident.facts["policy"]) == ("spike", 8, "rewind:3")
+    assert incident.facts["grad_norm"] > 100 * incident.facts["window"]["mean"]["grad_norm"]
+
+
+@pytest.mark.parametrize("policy", ["log", "skip"])
+def test_other_policies_leave_the_stream(tmp_path: Path, plain: Outcome, policy: str) -> None:
+    with spoiled_sample(in_step(plain, 7), 1e3):
+        flags = f"--skip-spikes 12 --spike-window 4 --on-spike {policy} --max-incidents 1"
+        outcome = start(tiny_run(tmp_path, run_flags(tmp_path, flags)))
+    assert outcome.status == 0
+    assert outcome.samples == plain.samples
+    skipped = [step for record in records(tmp_path) for step in record["skipped-iterations"]]
+    assert skipped == ([7] if policy == "skip" else [])
+    (incident, *_) = [incident for _, incident in read_incidents(tmp_path)]
+    assert (incident.kind, incident.step) == ("spike", 7)
+    assert bool(incident.facts.get("layers")) is (policy == "skip")
+    events = [line for line in records(tmp_path, "event") if line["event"] == "incident"]
+    assert [line["iteration"] for line in events][:1] == [6]  # the last step that was counted
+
+
+def test_the_explanation_of_a_skipped_step_changes_nothing(tmp_path: Path, plain: Outcome) -> None:
+    """Steps after it are the same without, also those of experts that are balanced by a bias."""
+    moe = (
+        "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none --moe-router-score-function sigmoid "
+    )
+    moe += "--moe-router-enable-expert-bias --ema-decay 0.9 --on-nonfinite skip --train-iters 8"
+    for most in (0, 5):
+        folder = tmp_path / str(most)
+        with spoiled_sample(in_step(plain, 4)):
+            assert start(tiny_run(folder, run_flags(folder, f"{moe} --max-incidents {most}"))).status == 0
+        assert len([*read_incidents(folder)]) == min(most, 1)
+    assert differences(*(tmp_path / f"{most}/saved/iter_0000008" for most in (0, 5))) == []
+
+
+# ---- Killed and started again
+
+
+def killed_at(point: str) -> Callable[..., Any]:
+    original = rewinds.write_rewinds
+
+    def write(*arguments: Any) -> None:
+        if point == "after the record":
+            original(*arguments)
+        raise KilledError
+
+    return write
+
+
+@pytest.mark.parametrize("point", ["before the record", "after the record", "step 5", "step 7"])
+def test_a_kill_at_any_time_changes_nothing(tmp_path: Path, plain: Outcome, point: str) -> None:
+    ends = []
+    for name in ("whole", "killed"):
+        folder = tmp_path / name
+        run = tiny_run(folder, run_flags(folder, NONFINITE))
+        with spoiled_sample(in_step(plain, 7)):
+            if name == "killed":
+                with ExitStack() as stack:
+                    if point.startswith("step"):
+                        stack.enter_context(before_step(int(point[5:]), second_time(kill)))
+                    else:
+                        stack.enter_context(patch.object(rewinds, "write_rewinds", killed_at(point)))
+                    assert start(run).status is None
+                # without flags, after the record: the folder decides
+                run = run if point == "before the record" else tiny_run(folder, run_flags(folder))
+            assert start(run).status == 0
+        ends.append(folder)
+    names = [rewind | {"id": 0} for rewind in recorded(ends[0])], [rewind | {"id": 0} for rewind in recorded(ends[1])]
+    assert names[0] == names[1]
+    assert differences(*(folder / "saved/iter_0000010" for folder in ends)) == ["rewinds"]  # their ids
+    assert steps(ends[0]) == steps(ends[1])
+
+
+def second_time(act: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
+    calls = iter(range(1000))
+
+    def act_then(trainer: Trainer) -> None:
+        if next(calls):
+            act(trainer)
+
+    return act_then
+
+
+def recorded(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((folder / "saved/rewinds.json").read_text())
+    return found
+
+
+def test_two_rewinds_and_the_limit(tmp_path: Path, plain: Outcome) -> None:
+    """Step 5 and, after it, a sample that the stream without those of steps 3 to 5 has in its step 8."""
+    more = "--max-rewinds 1 --train-iters 12"
+    longer = start(tiny_run(tmp_path / "plain", f"{FLAGS} --train-iters 12"))
+    once, again = in_step(longer, 5), in_step(longer, 11)
+    folder = tmp_path / "run"
+    with spoiled_sample(once), spoiled_sample(again):
+        outcome = start(tiny_run(folder, run_flags(folder, f"{NONFINITE} {more}")))
+        assert outcome.status == 1
+        assert "the run has gone back 1 time, the limit of --max-rewinds" in outcome.err
+        assert len(recorded(folder)) == 1
+        allowed = start(tiny_run(folder, run_flags(folder, f"{NONFINITE} --train-iters 12 --max-rewinds 2")))
+    assert allowed.status == 0
+    assert [(each["step"], each["begin"], each["end"]) for each in recorded(folder)] == [(5, 8, 20), (8, 32, 44)]
+    assert Manifest.open(folder / "saved/iter_0000012").state["data"]["stretches"]["skipped"] == [8, 20, 32, 44]
+
+
+def test_what_happens_without_an_old_checkpoint(tmp_path: Path, plain: Outcome) -> None:
+    """A run that has not saved goes back to its start; one that has deleted what is needed stops."""
+    for name, flags in {"start": "--save-interval 8", "kept": "--save-interval 1 --keep-last 2"}.items():
+        folder = tmp_path / name
+        with spoiled_sample(in_step(plain, 6)):
+            outcome = start(tiny_run(folder, run_flags(folder, f"{NONFINITE} {flags}")))
+        if name == "kept":
+            assert outcome.status == 1
+            assert "no checkpoint of this phase is of step 3 or earlier: the oldest is of step 4" in outcome.err
+            assert saved_steps(folder / "saved") == [4, 5]
+            assert not (folder / "saved/rewinds.json").exists()
+        else:
+            assert outcome.status == 0
+            assert "goes back from step 6 to step 0, and leaves out the samples 12:24" in outcome.out
+            hand = start(tiny_run(tmp_path / "hand", f"{FLAGS} --skip-samples 12:24"))
+            assert steps(folder) == steps(tmp_path / "hand")
+            assert hand.samples == outcome.samples
+            assert column(folder, "rewinds", "rewinds") == [1] * 10
+
+
+# ---- With other features
+
+WITH: dict[str, str] = {
+    "batch ramp": "--rampup-batch-size 2 2 6 --global-batch-size 4",
+    "asynchronous saves": "--async-save",
+    "average of the weights": "--ema-decay 0.9",
+    "samples and steps that are skipped": "--skip-samples 4:6 21:22 --iterations-to-skip 6",
+    "evaluations": "--eval-interval 2 --eval-iters 1",
+    "mixed precision": "--params-dtype bf16",
+    "fp16": "--set params_dtype=fp16 --initial-loss-scale 1 --min-loss-scale 1",
+    "the health of layers": "--log-health-interval 2 --check-weight-hash-across-dp-replicas-interval 3",
+}
+
+
+def check_against_a_run_by_hand(folder: Path, flags: str, step: int = 7) -> None:
+    """Compare with a run that starts from the checkpoint without the samples."""
+    plain = start(tiny_run(folder / "plain", f"{FLAGS} {flags}"))
+    assert plain.status == 0, plain.err
+    with spoiled_sample(in_step(plain, step)):
+        outcome = start(tiny_run(folder / "run", run_flags(folder / "run", f"{flags} {NONFINITE}")))
+    assert outcome.status == 0, outcome.err
+    (rewind,) = recorded(folder / "run")
+    skips = f"{rewind['begin']}:{rewind['end']} {' '.join(re.findall(r'--skip-samples ([0-9: ]+)', flags))}"
+    (there,) = re.findall(r"goes back from step \d+ to step (\d+)", outcome.out)
+    others = re.sub("--skip-samples [0-9: ]+", "", flags)
+    hand = by_hand(folder / "hand", folder / "run", int(there), skips, f"{FLAGS} {others}")
+    assert hand.status == 0, hand.err
+    last = saved_steps(folder / "run/saved")[-1]
+    assert differences(*(folder / f"{name}/saved/iter_{last:07d}" for name in ("run", "hand"))) == ["rewinds"]
+    assert {step: numbers for step, numbers in steps(folder / "run").items() if step > int(there)} == {
+        step: numbers for step, numbers in steps(folder / "hand").items() if step > int(there)
+    }
+    assert hand.samples == {step: samples for step, samples in outcome.samples.items() if step > int(there)}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "batch ramp" else pytest.mark.slow) for name in WITH]
+)
+def test_with_other_features(tmp_path: Path, name: str) -> None:
+    check_against_a_run_by_hand(tmp_path, WITH[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["blend", "best-fit", "object store", "nodes"])
+def test_with_other_data_and_places(tmp_path: Path, kind: str) -> None:
+    wiki, code = corpora(tmp_path)
+    blend = f"--set data.mock_data=false --data-path 0.7 {wiki} 0.3 {code} --split 1"
+    if kind in ("blend", "best-fit"):
+        packing = " --packing best-fit --eod-id 0 --eod-mask-loss --reset-attention-mask --reset-position-ids"
+        check_against_a_run_by_hand(tmp_path, blend + packing * (kind == "best-fit"))
+    elif kind == "nodes":
+        check_against_a_run_by_hand(tmp_path, f"--local-save {tmp_path}/node{{node}} --local-save-interval 1")
+
+
+@pytest.mark.parametrize("step", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_phases(tmp_path: Path, plain: Outcome, step: int) -> None:
+    """Back to the beginning of the second phase, whose checkpoint is of the first, and across nothing."""
+    phases: list[dict[str, Any]] = [
+        {"name": "main", "tokens": 64},
+        {"name": "end", "tokens": 256, "lr": 1e-3},
+    ]
+    flags = "--params-dtype fp64 --save-interval 2"
+    whole = start(tiny_phases(tmp_path / "plain", phases, flags))
+    assert (whole.status, sorted(whole.samples)) == (0, [*range(1, 11)])
+    with spoiled_sample(in_step(whole, step)):
+        outcome = start(tiny_phases(tmp_path / "run", phases, f"{flags} --on-nonfinite rewind:2"))
+    assert outcome.status == 0, outcome.err
+    (rewind,) = recorded(tmp_path / "run")
+    assert (rewind["phase"], rewind["step"]) == ("end", step)
+    skips = f"--skip-samples end/{rewind['begin']}:{rewind['end']}"
+    twin = start(tiny_phases(tmp_path / "twin", phases, f"{flags} {skips}"))
+    assert twin.status == 0, twin.err
+    assert twin.samples == outcome.samples
+    assert steps(tmp_path / "run") == steps(tmp_path / "twin")
+    assert differences(*(tmp_path / f"{name}/saved/iter_0000010" for name in ("run", "twin"))) == ["rewinds"]

@@ -32,7 +32,7 @@ from tests.kit.runs import (
 )
 from tests.unit.checkpoint.samples import forge
 from tools import inspect_dataset
-from tools.diff_runs import open_samples, read_run
+from tools.lib.run_differences import open_samples, read_run
 from tools.lib.run_samples import RunSamples
 from tools.lib.spikes import find_spikes, tail_probability
 

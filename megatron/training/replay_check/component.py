@@ -1,0 +1,291 @@
+"""Compute steps again and compare to the bit (``--replay-check N``), and act on a difference.
+
+A step that is checked is recorded (:mod:`megatron.training.replay_check.recorder`), and computed again before its
+update, while the weights are still those that it has used. The update is repeated on copies of some parameters, weights
+that were gathered are compared with digests of their owners, and main parameters and moments of every step with what
+the update before has left (:mod:`megatron.training.replay_check.state`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.suspects import record_corruption
+from megatron.config.errors import Problem, UserError
+from megatron.config.launch import Launch
+from megatron.distributed import comm
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.optimizer.distributed_optimizer import UpdateResult
+from megatron.optimizer.param_groups import ParamGroup
+from megatron.optimizer.rules import UpdateArgs, UpdateRule
+from megatron.training.callbacks.health import WeightCopy, differing_ranks, find_differing_copies
+from megatron.training.component import Component
+from megatron.training.failure_report import DEVICE, FAILURES_FILE, CorruptionError, host_name
+from megatron.training.incidents import Incident, record_incident
+from megatron.training.loggers.console import print_warning
+from megatron.training.loggers.run_folder import JsonLinesLogger
+from megatron.training.metrics import StepMetrics, device_name
+from megatron.training.replay_check.recorder import GIVEN, GRADIENT, REDUCED, StepRecord, StepRecorder
+from megatron.training.replay_check.state import Finding, GatherCheck, StateAtRest, UpdateCheck
+from megatron.training.replay_check.verdict import Difference, RankReport, Verdict, judge, odd_one_out
+from megatron.training.step import compute_gradients
+from megatron.training.trainer import Trainer
+
+REPLAYS = 3
+"""Replays of the first step of a start, and of a step that differs from its first replay."""
+
+
+LISTED_PARAMETERS = 8
+"""Parameters with a wrong gradient that a report names, at most."""
+
+
+class ReplayCheck(Component):
+    """Checks every ``interval``-th step, the first of a start, and those after which the run saves."""
+
+    name = "replay_check"
+    state_types: ClassVar[Mapping[str, Any]] = {"clean": int}
+    is_of_run = True
+    pauses = False
+    observes_modules = True
+
+    def __init__(self, trainer: Trainer, interval: int) -> None:
+        """Observe the run; nothing is recorded before its first step."""
+        self._trainer, self._every = trainer, interval
+        self._policy = trainer.config.reliability.on_corruption
+        self._recorder = StepRecorder(trainer)
+        self._at_rest, self._update, self._gather = StateAtRest(trainer), UpdateCheck(), GatherCheck(trainer)
+        # The last step that was found clean, or with which the run began.
+        self._clean: int | None = None
+        self._first = 0
+        self._checks = 0
+        self._due = self._calibrated = False
+        self._recording = ExitStack()
+
+    @classmethod
+    def create(cls, trainer: Trainer) -> Self | None:
+        """See :class:`Feature`."""
+        interval = trainer.config.reliability.replay_check
+        return None if interval is None or trainer.config.training.skip_train else cls(trainer, interval)
+
+    # ---- State
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """See :class:`Component`."""
+        return {} if self._clean is None else {"clean": self._clean}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Component`."""
+        self._clean = state["clean"]
+
+    def on_weights_loaded(self) -> None:
+        """See :class:`Component`."""
+        self._at_rest.forget()
+
+    # ---- A step
+
+    def on_train_start(self) -> None:
+        """See :class:`Component`."""
+        self._first = self._trainer.iteration + 1
+        if self._clean is None:
+            self._clean = self._trainer.iteration
+
+    def _is_due(self, step: int) -> bool:
+        checkpoint = self._trainer.config.checkpoint
+        saves = checkpoint.save is not None and (
+            step == self._trainer.total_steps
+            or (checkpoint.save_interval is not None and step % checkpoint.save_interval == 0)
+        )
+        return step % self._every == 0 or step == self._first or saves
+
+    def on_step_start(self) -> None:
+        """Compare gathered weights with their owners', before a step that is checked; collective."""
+        self._due = self._is_due(self._trainer.iteration + 1)
+        if self._due:
+            self._trainer.optimizer.weights.wait()
+            self._gathered = self._gather.compare()
+
+    def before_compute(self, batches: Sequence[MicroBatch], loss_grad: Tensor, tokens: Tensor) -> None:
+        """Begin to record; see :class:`Component`."""
+        if self._due:
+            self._step = batches, loss_grad, tokens
+            self._record = self._recording.enter_context(self._recorder.recording())
+
+    def on_gradients(self, losses: dict[str, Tensor], tokens: Tensor) -> None:
+        """Compute the step again, and compare; see :class:`Component`.
+
+        Raises:
+            CorruptionError: on every rank, if hardware has computed wrong.
+            UserError: on every rank, if an operation is not deterministic.
+        """
+        if not self._due:
+            return
+        self._recording.close()
+        self._recorder.record_reduced(self._record)
+        count = 1 if self._calibrated else REPLAYS
+        replays = [self._replay() for _ in range(count)]
+        device = self._trainer.device
+        flags = [self._record.differences(replays[0], device)]
+        flags += [replays[0].differences(other, device) for other in replays[1:]]
+        if self._is_any_set([*flags, self._gathered.values]):
+            replays += [self._replay() for _ in range(REPLAYS - count)]
+            self._conclude(replays, self._gathered.findings())
+        self._calibrated = True
+
+    def _replay(self) -> StepRecord:
+        batches, loss_grad, tokens = self._step
+        with self._recorder.recording() as record:
+            compute_gradients(self._trainer, batches, loss_grad, tokens)
+        self._recorder.record_reduced(record)
+        return record
+
+    def before_update(self, loss: Tensor | None, grad_norm: Tensor) -> Tensor | None:
+        """Compare main parameters and moments with what the last update has left; see :class:`UpdateHook`."""
+        self._at_rest.compare()
+        return None
+
+    def before_rule(self, group: ParamGroup, rule: UpdateRule, args: UpdateArgs) -> None:
+        """Copy what some parameters are updated by; see :class:`UpdateHook`."""
+        if self._due and group.names:
+            self._update.copy(group, rule, args, self._checks)
+
+    def after_step(self, outcome: UpdateResult) -> None:
+        """Repeat the update of the copies; see :class:`Component`."""
+        if self._due:
+            self._updated = self._update.compare(self._trainer.device)
+        self._at_rest.remember()
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """Compare what the step has left, on all ranks; collective.
+
+        Raises:
+            CorruptionError: on every rank, if there is a difference.
+        """
+        if not self._due:
+            return
+        self._checks += 1
+        self._trainer.optimizer.weights.wait()
+        left = [self._at_rest.flags(), self._updated, self._gather.compare()]
+        copies = find_differing_copies(self._trainer)
+        differ = torch.full((1,), bool(copies), device=self._trainer.device)
+        if self._is_any_set([*(flags.values for flags in left), differ]):
+            self._conclude([], [finding for flags in left for finding in flags.findings()], copies)
+        else:
+            self._clean = self._trainer.iteration
+
+    def _is_any_set(self, flags: Sequence[Tensor]) -> bool:
+        """Return True if a flag is set on any rank; collective."""
+        any_set = torch.cat([flag.flatten() for flag in flags]).any().float()
+        return bool(comm.all_reduce(any_set, self._trainer.mesh.world, "max").item())
+
+    # ---- A difference
+
+    def _conclude(
+        self, replays: Sequence[StepRecord], findings: Sequence[Finding], copies: Sequence[WeightCopy] = ()
+    ) -> None:
+        """Find what is wrong, record it, and act on it; collective."""
+        trainer, world = self._trainer, self._trainer.mesh.world
+        step = trainer.iteration + bool(replays)
+        odd, pair = None, None
+        if replays:
+            records = [self._record, *replays]
+            classes = [next(i for i, a in enumerate(records) if first_difference(a, b) is None) for b in records]
+            odd = odd_one_out(comm.all_gather_objects(classes, world))
+            # the computation that differs and one of the others, or two replays
+            pair = (records[1], records[2]) if odd is None else (records[odd], records[0 if odd else 1])
+        first = None if pair is None else first_difference(*pair)
+        labels = {*comm.all_gather_objects("" if first is None else first.label, world)}
+        given = set() if pair is None else differing_inputs(*pair) & labels
+        found = [*findings, *self._copies_of_minority(copies)]
+        local_rank, device = Launch.read(os.environ).local_rank, describe_device(trainer.device)
+        mine = RankReport(world.rank, host_name(os.environ), local_rank, device, first, sorted(given), found)
+        reports = [RankReport.from_json(each) for each in comm.all_gather_objects(mine.to_json(), world)]
+        verdict = judge(reports, step, len(replays), odd, self._calibrated)
+        self._report(verdict, reports, step)
+
+    def _copies_of_minority(self, copies: Sequence[WeightCopy]) -> list[Finding]:
+        """Return this rank's copies that differ from most others; collective."""
+        world = self._trainer.mesh.world
+        mine: list[list[Any]] = [[*copy] for copy in copies]
+        by_rank = [[WeightCopy(*copy) for copy in each] for each in comm.all_gather_objects(mine, world)]
+        names = dict.fromkeys(copy.what for each in by_rank for copy in each)
+        return [("copies", name) for name in names if world.rank in differing_ranks(name, by_rank)[0]]
+
+    def _report(self, verdict: Verdict, reports: Sequence[RankReport], step: int) -> None:
+        """Record the verdict, first of all that checkpoints are suspect, and raise the error that ends the run."""
+        config, world = self._trainer.config, self._trainer.mesh.world
+        run_dir, save, clean = config.logging.run_dir, config.checkpoint.save, self._clean or 0
+        ends = self._policy != "report"
+        if world.rank == 0 and ends and verdict.is_hardware and save is not None:
+            record_corruption(Path(save), clean, step, verdict.sentence)
+        if run_dir is not None and world.rank == 0:
+            facts = {
+                "cause": verdict.cause,
+                "place": verdict.place,
+                "ranks": [*verdict.ranks],
+                "hosts": [*verdict.hosts],
+                "last clean step": clean,
+                "reports": [report.to_json() for report in reports if report.first or report.found],
+            }
+            try:
+                folder = record_incident(run_dir, Incident("corruption", step, verdict.sentence, facts))
+                self.log.incident("corruption", verdict.sentence, folder)
+                if ends and verdict.is_hardware:
+                    record_device_failures(Path(run_dir), verdict, reports)
+            except OSError as error:
+                print_warning(f"the incident is not recorded: {error}")
+        if not ends:
+            self._at_rest.forget()  # somebody may repair it
+            return
+        if verdict.is_hardware:
+            raise CorruptionError(f"E982 {verdict.sentence}; the last step that was found clean is {clean}")
+        raise UserError([Problem("E983", verdict.sentence, ("--deterministic", "drop --replay-check"))])
+
+
+def first_difference(a: StepRecord, b: StepRecord) -> Difference | None:
+    """Return the first event of two records that differs; None if there is none. Waits for the device."""
+    others = [i for i, (x, y) in enumerate(zip(a.events, b.events)) if x != y]
+    different = others or [i for i, (x, y) in enumerate(zip(a.values(), b.values())) if x != y]
+    if not different:
+        return None if len(a.events) == len(b.events) else Difference(REDUCED, "number of events", "", "", "")
+    index = min(different)
+    before = f"{a.events[index - 1].place} {a.events[index - 1].action}".rstrip() if index else ""
+    params = dict.fromkeys(a.events[i].place for i in different if a.events[i].kind in (GRADIENT, REDUCED))
+    return Difference(*a.events[index], before, [*params][:LISTED_PARAMETERS])
+
+
+def differing_inputs(a: StepRecord, b: StepRecord) -> set[str]:
+    """Return the labels of communication to which this rank has given something else."""
+    values = zip(a.events, a.values(), b.values())
+    return {event.label for event, x, y in values if event.kind == GIVEN and x != y}
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the name of this rank's device; with index and UUID on GPUs, which the driver's tools show, too."""
+    if device.type != "cuda":
+        return device_name(device)
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "unknown")
+    return f"GPU {torch.cuda.current_device()}, {device_name(device)}, UUID {uuid}"
+
+
+def record_device_failures(run_dir: Path, verdict: Verdict, reports: Sequence[RankReport]) -> None:
+    """Append a line to ``failures.jsonl`` for every host at fault, so that a restart can leave it out."""
+    file = JsonLinesLogger(run_dir / FAILURES_FILE, warn=print_warning)
+    for host in verdict.hosts:
+        rank = next(rank for rank in verdict.ranks if reports[rank].host == host)
+        line = {
+            "rank": rank,
+            "host": host,
+            "local_rank": reports[rank].local_rank,
+            "kind": DEVICE,
+            "sentence": verdict.sentence,
+        }
+        file.write({"time": time.time(), **line})
+    file.close()

@@ -1,0 +1,203 @@
+"""Digests of what a rank computes, gives to other ranks and gets from them in a step, in the order of events.
+
+A digest is a sum of 64-bit words modulo 2^64, so one flipped bit always changes it. On a GPU it reads a tensor once,
+and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from megatron.distributed.comm import Channel, CommObserver, Group
+from megatron.optimizer.grad_buffer import BucketLayout, ReduceHandle, Reduction
+from megatron.training.trainer import Trainer
+
+ROW_WORDS = 1024
+"""Words whose sum gets one factor: a digest depends on the order of rows, not on that inside a row."""
+
+BLOCK_NAME = re.compile(r"layers\.\d+")
+
+STRIDE = 0x1E3779B97F4A7C15
+
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by bytes of an element."""
+
+FORWARD, BACKWARD, GRADIENT, GIVEN, GOT, REDUCED = "forward", "backward", "gradient", "given", "got", "reduced"
+"""Kinds of events: output of a module, gradient of it, local gradient of a parameter, tensor given to other ranks or
+got from them, and reduced gradient of a parameter."""
+
+
+@torch.no_grad()
+def words_of(x: Tensor) -> Tensor:
+    """Return the bits of a tensor as a flat tensor of integers, of 64 bits if its size and place allow it."""
+    flat = x.detach().contiguous().view(-1)
+    size = flat.element_size()
+    aligned = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
+    return flat.view(torch.int64 if aligned else WORDS[size])
+
+
+def word_sum(x: Tensor) -> Tensor:
+    """Return the sum of the bits of a tensor, int64, 0-d; in one kernel."""
+    return words_of(x).sum(dtype=torch.int64)
+
+
+@torch.no_grad()
+def digest(x: Tensor) -> Tensor:
+    """Return the digest of a tensor, int64, 0-d. The sum of each row of words has an odd factor of its own."""
+    words = words_of(x)
+    whole = words.numel() // ROW_WORDS * ROW_WORDS
+    if whole == 0:
+        return words.sum(dtype=torch.int64)
+    rows = words[:whole].view(-1, ROW_WORDS).sum(1, dtype=torch.int64)
+    factors = torch.arange(1, len(rows) + 1, device=x.device) * STRIDE | 1
+    return (rows * factors).sum() + words[whole:].sum(dtype=torch.int64)
+
+
+class Event(NamedTuple):
+    """One digest of a step."""
+
+    # One of the kinds above.
+    kind: str
+    # Module or parameters; operation and axes of a communication.
+    place: str
+    # Pipeline action in which it happened, such as ``F0.2``; empty outside of the pipeline.
+    action: str = ""
+    # Of a communication, the same on all of its ranks.
+    label: str = ""
+
+
+class StepRecord:
+    """Events of a step with their digests."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._digests: list[Tensor] = []
+
+    def add(self, event: Event, x: Tensor) -> None:
+        """Append an event with the digest of a tensor."""
+        self.events.append(event)
+        self._digests.append(digest(x))
+
+    def digests(self, device: torch.device) -> Tensor:
+        """Return all digests, int64 ``[events]``."""
+        return torch.stack(self._digests) if self._digests else torch.zeros(0, dtype=torch.int64, device=device)
+
+    def values(self) -> list[int]:
+        """Return all digests as numbers; waits for the device."""
+        return self.digests(torch.device("cpu")).tolist()
+
+    def differences(self, other: StepRecord, device: torch.device) -> Tensor:
+        """Return the events that differ, bool ``[events]``; all of them if the two steps had other events."""
+        if self.events != other.events:
+            return torch.ones(max(1, len(self.events)), dtype=torch.bool, device=device)
+        return self.digests(device) != other.digests(device)
+
+
+class StepRecorder(CommObserver):
+    """Records a step, from the start of its pipeline to its reduced gradients."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Observe the reductions of all buckets; nothing else costs anything until :meth:`recording`."""
+        self._trainer = trainer
+        self._record: StepRecord | None = None
+        for bucket in trainer.buckets.buckets:
+            bucket.reduction = ObservedReduction(bucket.reduction, partial(self._see_gradients, bucket.layout))
+        self._muted = False
+
+    @contextmanager
+    def recording(self) -> Iterator[StepRecord]:
+        """Record what happens inside."""
+        trainer, record = self._trainer, StepRecord()
+        self._record, self._used = record, Counter[str]()
+        trainer.mesh.meter.observer = self
+        with ExitStack() as hooks:
+            hooks.callback(self._stop)
+            for chunk in trainer.chunks.values():
+                for name, module in chunk.named_modules():
+                    if (name and next(module.children(), None) is None) or BLOCK_NAME.fullmatch(name):
+                        hooks.enter_context(module.register_forward_hook(partial(self._see_output, name)))
+            yield record
+
+    def _stop(self) -> None:
+        self._trainer.mesh.meter.observer = None
+        self._record = None
+
+    def record_reduced(self, record: StepRecord) -> None:
+        """Append the reduced gradients of this rank's shards."""
+        for name, gradient in self._trainer.optimizer.grads.items():
+            record.add(Event(REDUCED, name), gradient)
+
+    def _add(self, kind: str, place: str, x: Tensor, label: str = "") -> None:
+        if self._record is not None:
+            at = self._trainer.pipeline.at
+            self._record.add(Event(kind, place, "" if at is None else str(at), label), x)
+
+    def _see_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for x in tree_leaves(output):
+            if isinstance(x, Tensor) and x.numel():
+                self._add(FORWARD, name, x)
+                if x.requires_grad and x.grad_fn is not None:
+                    x.register_hook(partial(self._see_gradient, name))
+
+    def _see_gradient(self, name: str, gradient: Tensor) -> None:
+        self._add(BACKWARD, name, gradient)
+
+    @contextmanager
+    def _see_gradients(self, layout: BucketLayout, buffer: Tensor | None) -> Iterator[None]:
+        """Record local gradients one by one, and no communication inside: buffers contain padding, of any value."""
+        for name in layout.specs if self._record is not None and buffer is not None else ():
+            self._add(GRADIENT, name, layout.view(buffer, name))
+        self._muted = True
+        try:
+            yield
+        finally:
+            self._muted = False
+
+    def on_input(self, operation: str, tensors: Sequence[Tensor], group: Group | Channel) -> str:
+        """See :class:`CommObserver`."""
+        if self._muted:
+            return ""
+        if isinstance(group, Channel):
+            place, key = f"message from rank {group.source} to rank {group.target}", f"{group.source}>{group.target}"
+        else:
+            place, key = f"{operation} over {group.axes}", f"{operation} {group.axes} {group.ranks}"
+        self._used[key] += 1
+        label = f"{key} {self._used[key]}"
+        for x in tensors:
+            self._add(GIVEN, place, x, label)
+        return label
+
+    def on_output(self, label: str, x: Tensor) -> None:
+        """See :class:`CommObserver`."""
+        operation = label.split(" ", 2)
+        place = f"message {operation[0]}" if ">" in operation[0] else f"{operation[0]} over {operation[1]}"
+        self._add(GOT, place, x, label)
+
+
+class ObservedReduction(Reduction):
+    """A reduction whose local gradients are observed."""
+
+    def __init__(self, reduction: Reduction, observe: Callable[[Tensor | None], AbstractContextManager[None]]) -> None:
+        """Start reductions inside ``observe``, called with the buffer of local gradients; None for sums of them."""
+        super().__init__(reduction.shards, reduction.copies)
+        self._reduction, self._observe = reduction, observe
+        self.copies_gradients = reduction.copies_gradients
+
+    def start_reduce_scatter(self, x: Tensor) -> ReduceHandle:
+        """See :class:`Reduction`."""
+        with self._observe(x):
+            return self._reduction.start_reduce_scatter(x)
+
+    def start_all_reduce(self, part: Tensor) -> ReduceHandle:
+        """See :class:`Reduction`."""
+        with self._observe(part if self.shards.size == 1 else None):
+            return self._reduction.start_all_reduce(part)
