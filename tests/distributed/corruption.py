@@ -198,7 +198,7 @@ class Planter(Callback):
         wide = {name: optimizer.main_params[name] for name in optimizer.main_params}
         if any(wide[name].data_ptr() != weight.data_ptr() for name, weight in optimizer.weights.shards.items()):
             kinds["main parameter"] = wide
-        # a flipped weight is to leave nothing behind: neither gathered weights, nor other gradients of one copy of a norm
+        # a flipped weight is to leave nothing behind: neither gathered weights, nor other gradients of a copied norm
         if self.trainer.mesh.tp.size == 1 and all(buffer.group.size == 1 for buffer in optimizer.weights.buffers):
             kinds["weight"] = dict(optimizer.weights.shards)
         kind = rng.choice([kind for kind, tensors in kinds.items() if tensors])
