@@ -179,7 +179,7 @@ def _cards(
 
 def _charts(record: RunRecord, options: PageOptions, book: ChartBook, found: Sequence[Happening]) -> Iterator[str]:
     name = run_name(options.other) if options.other is not None else ""
-    yield '<section><h2>Learning, over tokens</h2>'
+    yield "<section><h2>Learning, over tokens</h2>"
     yield '<p class="help js">Drag over a chart to zoom in, double-click to see all again. '
     yield "With the keyboard: arrows move the cursor, + and - zoom, 0 shows all. Hold Shift to move further.</p>"
     yield '<div class="charts">'
