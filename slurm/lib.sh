@@ -535,8 +535,14 @@ train() {
         fi
         say "start $ATTEMPT, $RANKS ranks on each of ${#NODES[@]} nodes: $before; output of each: $LOGS"
         rm -f "$RUN/finished.json" # of an earlier, shorter run
+        rm -f "$RUN/stopped.json"
         "${COMMAND[@]}" &
         attend $!
+        if [ -e "$RUN/stopped.json" ]; then
+            say "stopped by a request in $RUN/control"
+            end_chain
+            exit 0
+        fi
         if is_finished; then
             say "finished"
             end_chain

@@ -258,6 +258,8 @@ def print_samples(
             place = "" if part.get("file") is None else f", {part['file']}{row}"
             shown = part["text"] if part.get("text") is not None else f"ids {part['ids']}"
             echo(f"    {part['source']} document {part['document']}{place}: {shown!r}")
+    if len(found) > MOST_SAMPLES:
+        echo(f"  {counted(len(found) - MOST_SAMPLES, 'further sample')} out of line")
     finite = [sample.loss for sample in samples if math.isfinite(sample.loss)]
     if not found:
         echo(f"  no sample is out of line: losses from {min(finite):.5g} to {max(finite):.5g}")

@@ -55,6 +55,9 @@ REPLAY = Need("replay_check")
 class ReliabilityConfig:
     """Faults of hardware, data and numbers: how they are found, recorded and survived."""
 
+    log_slowest_ranks_interval: int | None = option(None, role="start", at_least=1)
+    """Steps between reports on the slowest ranks: machine, and excess in data, forward, backward and optimizer without
+    waits for other ranks. Default: never."""
     alert_command: str | None = option(None, role="start")
     """Program, with arguments, that is run when the run ends, stops or fails, and at incidents."""
     alert_webhook: str | None = option(None, role="start")
@@ -107,6 +110,11 @@ class ReliabilityConfig:
         if self.replay_check is not None and save is not None and "://" in save:
             sentence = f"--replay-check {self.replay_check} sets suspect checkpoints aside on disks only, not in {save}"
             yield Problem("E981", sentence, ("drop --replay-check", "--save DIR"))
+
+    def note_slowest_ranks(self, config: Run, world_size: int) -> Iterator[str]:
+        """Note that a single rank is not compared."""
+        if self.log_slowest_ranks_interval is not None and world_size == 1:
+            yield "--log-slowest-ranks-interval has no effect on one rank"
 
     def check_alerts(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that the program and the URL of alerts can be found, before they are needed."""

@@ -65,6 +65,9 @@ class Call(NamedTuple):
 
 NO_CALL = Call()
 
+IN_PHASE = " in "
+"""Separates axes from a phase in the names of a meter."""
+
 
 class CommMeter(Stopwatch):
     """Seconds blocked by axes of the rank grid, and bytes sent by axes and operation.
@@ -78,6 +81,22 @@ class CommMeter(Stopwatch):
         self._sent: dict[tuple[str, str], float] = {}
         # Of all communication of the mesh.
         self.observer: CommObserver | None = None
+        self.phase = ""  # of a step, under which seconds are counted, too
+        self.by_phase: dict[str, float] = {}  # seconds of all axes by phase, as far as :meth:`pop` has returned them
+
+    def span(self, name: str, cuda: bool) -> AbstractContextManager[None]:
+        """See :class:`Stopwatch`."""
+        return super().span(f"{name}{IN_PHASE}{self.phase}" if self.phase else name, cuda)
+
+    def pop(self) -> dict[str, float]:
+        """See :class:`Stopwatch`."""
+        taken: dict[str, float] = {}
+        for name, seconds in super().pop().items():
+            axes, _, phase = name.partition(IN_PHASE)
+            taken[axes] = taken.get(axes, 0.0) + seconds
+            if phase:
+                self.by_phase[phase] = self.by_phase.get(phase, 0.0) + seconds
+        return taken
 
     def sends(self, axes: str, operation: str, count: float) -> None:
         """Add ``count`` bytes, unless paused."""
@@ -145,7 +164,7 @@ class Group:
         """True if NCCL communicates."""
         return self.size > 1 and dist.get_backend(self.handle) == "nccl"
 
-    def blocked(self, out: Tensor, call: Call) -> AbstractContextManager[None]:
+    def blocked(self, out: Tensor, call: Call = NO_CALL) -> AbstractContextManager[None]:
         """Count the time inside as blocked on the other ranks, on the device of ``out``; also a range in profiles.
 
         Args:
@@ -184,7 +203,7 @@ class Channel:
     # In the place of this process.
     row: int = field(default=UNTRACKED, compare=False, repr=False)
 
-    def blocked(self, out: Tensor, call: Call) -> AbstractContextManager[None]:
+    def blocked(self, out: Tensor, call: Call = NO_CALL) -> AbstractContextManager[None]:
         """Count the time inside as blocked on the peer; see :meth:`Group.blocked`."""
         return profiler_range(
             COMMUNICATION_PREFIX + BUBBLE, _Wait(self, self.meter.span(BUBBLE, out.is_cuda), call, out)

@@ -52,7 +52,7 @@ TEXTS = 8 * (HEADER + MAX_ROWS * ROW)
 SIZE = TEXTS + 8 * 16384
 
 
-class Place:
+class ProcessPlace:
     """The place of this process; see :data:`PLACE`."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ def after_fork() -> None:
     PLACE.reset()
 
 
-PLACE = Place()
+PLACE = ProcessPlace()
 """The place of this process. Of a process there is one, as of its stacks; groups and timers store into it."""
 
 os.register_at_fork(after_in_child=after_fork)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.run import RunConfig
-from megatron.distributed.timing import Clock, Timers, no_clock
+from megatron.distributed.timing import Clock, no_clock
 from megatron.optimizer.build import build_grad_buffer, build_optimizer
 from megatron.optimizer.param_groups import rule_of
 from megatron.optimizer.parameter_store import ParameterStore
@@ -18,6 +18,7 @@ from megatron.optimizer.sharded_parameter_store import ShardedParameterStore
 from megatron.training.batch_reader import BatchReader, Progress
 from megatron.training.build_model import build_context, build_mesh, build_pipeline, build_stages, choose_device
 from megatron.training.components.precision import LossScaler
+from megatron.training.components.slow_ranks import step_timers
 from megatron.training.features import build_components
 from megatron.training.trainer import Trainer
 
@@ -79,7 +80,7 @@ def build_trainer(
         context.offload.leave_out(buffer.whole for buffer in weights.buffers)
     for chunk in chunks.values():
         weights.gather_before_use(chunk.parts)
-    timers, progress = Timers(config.logging.timing_log_level, device), Progress()
+    timers, progress = step_timers(config, mesh, device), Progress()
     trainer = Trainer(
         config,
         mesh,

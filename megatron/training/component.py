@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.location import Location
 from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.distributed.micro_batch import MicroBatch
@@ -22,7 +23,6 @@ from megatron.training.loggers.console import print_warning
 from megatron.training.resume_source import ResumeSource
 
 if TYPE_CHECKING:
-    from megatron.training.checkpointer import Checkpointer
     from megatron.training.loggers.run_logger import RunLogger
     from megatron.training.metrics import StepMetrics
 
@@ -33,6 +33,13 @@ class LoopEndError(Exception):
 
 Kinds = Mapping[str, Mapping[str, Tensor]]
 """Tensors of this rank by kind and global name of their parameter, each with the shape of the parameter's shard."""
+
+
+class CheckpointWriter(Protocol):
+    """Writes checkpoints."""
+
+    lease: Lease | None
+    """On the folder."""
 
 
 class Component(UpdateHook):
@@ -216,11 +223,11 @@ class Component(UpdateHook):
     def before_save(self) -> None:
         """Complete what the state consists of, before a checkpoint is composed."""
 
-    def writes(self, checkpointer: Checkpointer) -> bool:
+    def writes(self, saver: CheckpointWriter) -> bool:
         """Return False if another process saves this step; called before :meth:`before_save`.
 
         Args:
-            checkpointer: about to save; may be given a lease on its folder.
+            saver: about to save; may be given a lease on its folder.
         """
         return True
 

@@ -7,9 +7,11 @@ its own collective. ``tools/control.py`` writes the file, and waits for the answ
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +22,9 @@ from megatron.config.profiling import MAX_PROFILE_STEPS
 from megatron.config.text import clipped, listed, printable
 
 CONTROL_FILE = "control"
+
+STOPPED_FILE = "stopped.json"
+"""Written at the end of a start that a request has stopped."""
 
 DEFAULT_PROFILE_STEPS, PROFILE_LIMITS = 2, (1, MAX_PROFILE_STEPS)
 """Steps of a profile whose number is not given, and the smallest and largest number."""
@@ -146,6 +151,15 @@ class ControlFile:
     def open(self) -> None:
         """Begin to look for the file."""
         self._is_open = True
+
+    def mark_stopped(self, step: int | None) -> None:
+        """Write ``stopped.json`` for the batch script, which starts a run again that has not finished; None: remove."""
+        path = self.path.with_name(STOPPED_FILE)
+        with suppress(OSError):
+            if step is None:
+                path.unlink(missing_ok=True)
+            else:
+                path.write_text(json.dumps({"iteration": step, "time": time.time()}) + "\n")
 
     def read(self) -> Requests:
         """Return the requests since the last call, and set :attr:`stops`, if it is time to look."""

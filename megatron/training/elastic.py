@@ -34,8 +34,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost, run_on_rank0
 from megatron.training.checkpoint_contents import local_tensors, run_state
-from megatron.training.checkpointer import Checkpointer
-from megatron.training.component import Component
+from megatron.training.component import CheckpointWriter, Component
 from megatron.training.loggers.base import Metrics
 from megatron.training.replicas.members import Member, ReplicaError, Replicas, ServerLostError, connect
 from megatron.training.replicas.store import read_secret
@@ -397,7 +396,7 @@ class ElasticReplica(Component):
 
     # ---- Checkpoints, the log and the end
 
-    def writes(self, checkpointer: Checkpointer) -> bool:
+    def writes(self, saver: CheckpointWriter) -> bool:
         """Return True on the first replica, which holds the lease on the folder; see :class:`Component`."""
         replicas = self.replicas
         if replicas is None:
@@ -407,15 +406,16 @@ class ElasticReplica(Component):
             self._members = self._members[len(self._members) - left :]
         if self._members and replicas.index != self._members[0].index:
             return False
-        if self._lease is None and checkpointer.options.save is not None:
-            folder = parse_location(checkpointer.options.save)
+        save = self.trainer.config.checkpoint.save
+        if self._lease is None and save is not None:
+            folder = parse_location(save)
 
             def acquire() -> list[Any]:
                 start = JobStart(group=f"elastic {self.trainer.progress.run_id}", attempt=replicas.series)
                 return self._resources.enter_context(acquire_lease(folder, start=start)).to_json()
 
             self._lease = Lease.from_json(folder, run_on_rank0(acquire, self.world))
-            checkpointer.lease = self._lease
+            saver.lease = self._lease
         return True
 
     def is_whole_after(self, error: Exception) -> bool:

@@ -26,6 +26,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -109,6 +110,9 @@ EXPECTED_ERRORS = (
 )
 """Errors whose text is complete; others are printed with their traceback."""
 
+ALERT_KINDS = (StalledError, "hang"), (CorruptionError, "corruption"), (NonFiniteError, "nonfinite")
+"""Errors that are alerts of the kind of their incident, of which only one is sent."""
+
 LOST_CONTACT = (
     "lost contact with another rank: it was killed, ran out of memory, or did not respond within "
     "--distributed-timeout-minutes; see the launcher's output for the cause"
@@ -147,8 +151,9 @@ def report_failure(
             echo(redact(more), file=sys.stderr, flush=True)
         if launch.world_size > 1 and (after := consequences(error, launch.world_size, host_name(os.environ))):
             echo(after, file=sys.stderr, flush=True)
-        send_alert(FAILURE, f"{rank}: {describe_error(error)}")
         mark_reported()
+        kind = next((kind for known, kind in ALERT_KINDS if isinstance(error, known)), FAILURE)
+        send_alert(kind, f"{rank}: {describe_error(error)}")
     finally:
         end_stuck_peers()
         if in_main:
@@ -184,6 +189,10 @@ def describe_error(error: BaseException) -> str:
     return redact(text)
 
 
+TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
+"""In errors of collectives that have waited for the whole timeout."""
+
+
 def stall_behind(error: BaseException) -> Stall | None:
     """Return the stall, or the end of a rank, that made torch.distributed raise ``error``; None if unknown."""
     if isinstance(error, StalledError):
@@ -191,7 +200,10 @@ def stall_behind(error: BaseException) -> Stall | None:
     if not is_peer_lost(error) or not is_distributed_initialized():
         return None
     launch = Launch.read(os.environ)
-    return current_stall(world_group(launch.rank, launch.world_size))
+    stall = current_stall(world_group(launch.rank, launch.world_size))
+    if stall is not None and {*stall.culprits} - stall.places.keys() and not TIMED_OUT.search(str(error)):
+        return replace(stall, lost=True)  # it has ended, on another machine
+    return stall
 
 
 def lost_contact(error: BaseException) -> str:

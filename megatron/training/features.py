@@ -27,8 +27,10 @@ from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.components.optimizer_state import OptimizerState
 from megatron.training.components.passed_steps import PassedSteps
 from megatron.training.components.power import PowerMeter
+from megatron.training.components.slow_ranks import SlowRanks
 from megatron.training.components.source_losses import SourceLosses
 from megatron.training.components.spikes import SpikeCheck, SpikeGuard
+from megatron.training.components.state_checksums import StateChecksums
 from megatron.training.components.store_prefetch import StorePrefetch
 from megatron.training.diloco.component import Diloco
 from megatron.training.diloco.outer_optimizer import PARAM
@@ -66,6 +68,7 @@ FEATURES: Sequence[Feature] = (
     Diloco,
     ExpertReport,
     SourceLosses,
+    SlowRanks,
 )
 """Features with state, or which act around a step, in the order in which they act."""
 
@@ -82,7 +85,8 @@ def build_components(trainer: Trainer) -> list[Component]:
     created = [component for feature in FEATURES if (component := feature.create(trainer)) is not None]
     kinds = {type(component) for component in created}
     unused = {kind: note for kind, (feature, note) in UNUSED.items() if feature not in kinds}
-    return [OptimizerState(trainer.optimizer, trainer.mesh.world, unused), trainer.scaler, trainer.reader, *created]
+    state = [OptimizerState(trainer.optimizer, trainer.mesh.world, unused), StateChecksums(trainer)]
+    return [*state, trainer.scaler, trainer.reader, *created]
 
 
 def build_callbacks(

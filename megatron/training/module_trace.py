@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megatron.config.text import listed_ranks
 from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.pipeline.communication import add_communication
@@ -173,8 +174,9 @@ def first_out_of_line(
     """
     for size in sizes:
         if size.bad:
-            (microbatch, _), ranks = size.bad[0], sorted({rank for _, rank in size.bad})
-            return Suspicion(size, f"not finite, first in micro-batch {microbatch} of rank {ranks[0]}")
+            microbatch = size.bad[0][0]
+            ranks = [rank for i, rank in size.bad if i == microbatch]
+            return Suspicion(size, f"not finite, first in micro-batch {microbatch} of {listed_ranks(ranks)}")
     earlier = {(size.name, size.backward): size for size in before}
     for size in sizes:
         known = earlier.get((size.name, size.backward))
@@ -250,8 +252,8 @@ def scan_samples(trainer: Trainer, batches: Sequence[MicroBatch], module: str) -
             new = SampleSize(sample, rank, i, *map(float, texts))
             old = found.get(sample, new)
             pairs = zip(old[3:], new[3:])  # only the ranks that hold the module, or the loss, have more than 0
-            loss, output, gradient = (math.nan if math.isnan(a + b) else max(a, b) for a, b in pairs)
-            found[sample] = SampleSize(sample, rank, i, loss, output, gradient)
+            largest = [math.nan if math.isnan(a + b) else max(a, b) for a, b in pairs]
+            found[sample] = SampleSize(sample, rank, i, *largest)
     return [found[sample] for sample in sorted(found)]
 
 

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from megatron.config.logging import LoggingConfig
 from megatron.config.run import RunConfig
+from megatron.config.text import did_you_mean
+from megatron.data.errors import DataError
+from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import Checkpointer
@@ -116,12 +119,13 @@ def replay(
 
     Raises:
         UserError: if the checkpoint cannot be resumed with this configuration and these data.
-        DataError: if the data cannot be opened.
+        DataError: if the data cannot be opened, or the model has no such module.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     trainer = build_trainer(config, rank, world_size, fresh=source.fresh)
     trainer.components += plugin_callbacks(trainer)
+    check_modules(trainer, [options.samples, options.stop_at, *(options.keep or ())[:1]])
     found = Replay(notes=Checkpointer(trainer).load(source))
     probe = StepProbe(trainer, options.step)
     trainer.components.append(probe)
@@ -144,11 +148,22 @@ def replay(
             if trace.kept and options.keep:
                 found.kept = save_tensors(trace.kept, Path(options.keep[1]), options.keep[0], rank, world_size)
     if options.samples:
+        callbacks.start_step(window, options.step)
         found.samples = scan_samples(trainer, trainer.next_batches(), options.samples)
     trainer.optimizer.weights.wait()
     found.record = probe.record
     trainer.mesh.close()
     return found
+
+
+def check_modules(trainer: Trainer, names: Sequence[str | None]) -> None:
+    """Raise DataError on every rank if the model lacks a module of ``names``; collective."""
+    mine = sorted({name for chunk in trainer.chunks.values() for name, _ in chunk.named_modules() if name})
+    known = {name for rank in comm.all_gather_objects(mine, trainer.mesh.world) for name in rank}
+    for name in names:
+        if name is not None and name not in known:
+            guess = did_you_mean(name, sorted(known))
+            raise DataError(f"the model has no module {name}", *([guess] if guess else []))
 
 
 def take(trainer: Trainer, callbacks: CallbackList, trace: ModuleTrace | None) -> ReplayedStep:

@@ -87,7 +87,7 @@ class StallWatch:
             return
         now = time.monotonic()
         PLACE.slots[BEAT] = time.monotonic_ns()
-        if self._alarms:
+        if self._alarms and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
             signal.setitimer(signal.ITIMER_REAL, self._timeout + ALARM_SECONDS)
         rearm = min(REARM_SECONDS, self._timeout / 20)
         if PLACE.stacks is not None and now >= self._armed + rearm:
@@ -141,12 +141,14 @@ class StallWatch:
         """Stop watching; the rank has left the run, or ``failed``."""
         if not self._timeout:
             return
+        self._timeout = 0.0
         faulthandler.cancel_dump_traceback_later()
         PLACE.slots[BEAT] = 0
         if self._alarms:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         if failed:
             PLACE.slots[FAILED] = time.monotonic_ns()
+            self.answer()
         else:
             PLACE.slots[LEFT] = 1
 

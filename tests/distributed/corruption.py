@@ -1,8 +1,8 @@
 """Bits that flip in runs of many layouts, and what ``--replay-check`` finds.
 
-``python -m tests.distributed.corruption`` is the long form. A callback of a run plants them: in outputs of modules, in gradients of them, in local and in reduced gradients, in
-weights and moments between and after updates, and in weights that other ranks own. With ``--on-corruption report`` a
-run goes on, so that one run has many faults and many clean checks.
+``python -m tests.distributed.corruption`` is the long form. A callback of a run plants them: in outputs of modules, in
+gradients of them, in local and in reduced gradients, in weights and moments between and after updates, and in weights
+that other ranks own. With ``--on-corruption report`` a run goes on, so that one run has many faults and clean checks.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ COMMON = (
     "--replay-check 1 --on-corruption report --on-nonfinite skip --micro-batch-size 1 --log-interval 1000 "
     "--hidden-dropout 0.1 --eval-iters 0"
 )
+SHARDING = "--data-parallel-sharding-strategy"
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-router-load-balancing-type seq_aux_loss"
 LAYOUTS: Mapping[str, tuple[int, str]] = {
     "one rank": (1, "--params-dtype bf16"),
@@ -52,8 +53,8 @@ LAYOUTS: Mapping[str, tuple[int, str]] = {
         4,
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --params-dtype bf16",
     ),
-    "DP4, ZeRO-2, bf16": (4, "--zero-stage 2 --params-dtype bf16"),
-    "DP4, ZeRO-3": (4, "--zero-stage 3"),
+    "DP4, ZeRO-2, bf16": (4, f"{SHARDING} optim_grads --params-dtype bf16"),
+    "DP4, ZeRO-3": (4, f"{SHARDING} optim_grads_params"),
     "PP2 x DP2, 1F1B": (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
     "PP2 x TP2, zero bubble": (
         4,
@@ -193,7 +194,13 @@ class Planter(Callback):
 
     def _flip_state(self, rng: random.Random, names: Sequence[str] = ()) -> Callable[[], None]:
         optimizer = self.trainer.optimizer
-        kinds = {"weight": dict(optimizer.weights.shards), **optimizer.state()}
+        kinds = optimizer.state()
+        wide = {name: optimizer.main_params[name] for name in optimizer.main_params}
+        if any(wide[name].data_ptr() != weight.data_ptr() for name, weight in optimizer.weights.shards.items()):
+            kinds["main parameter"] = wide
+        # a flipped weight is to leave nothing behind: neither gathered weights, nor other gradients of a copied norm
+        if self.trainer.mesh.tp.size == 1 and all(buffer.group.size == 1 for buffer in optimizer.weights.buffers):
+            kinds["weight"] = dict(optimizer.weights.shards)
         kind = rng.choice([kind for kind, tensors in kinds.items() if tensors])
         name = rng.choice([*(names or kinds[kind])])
         return self._flip(kinds[kind][name], rng, name)
@@ -239,7 +246,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig, faults: Sequence[Fau
             return planters[0]
 
         outcome = start(config, rank=rank, world_size=world_size)
-    if outcome.status != 0:
+    if outcome.status not in (0, None):
         raise RuntimeError(f"the run ended with {outcome.status}: {outcome.err[-2000:]}")
     return planters[0].details
 
@@ -258,7 +265,7 @@ def run_layout(pool: Pool, name: str, steps: int, count: int, seed: int, score: 
     """Run a layout for some steps with ``count`` faults, and compare what was found with what was planted."""
     world_size, flags = LAYOUTS[name]
     rng = random.Random(seed)
-    places = [p for p in PLACES if p != "gather" or ("distributed-opt" in flags or "stage 2" in flags)]
+    places = [p for p in PLACES if p != "gather" or ("distributed-opt" in flags or "optim_grads " in flags)]
     at = sorted(rng.sample(range(3, steps + 1), count))
     faults = [
         Fault(step, rng.randrange(world_size), places[(i + seed) % len(places)], rng.getrandbits(40))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,8 +18,10 @@ from megatron.training.module_trace import first_out_of_line, suspicious_samples
 from megatron.training.replay import Replay, ReplayOptions, read_only_config, replay
 from megatron.training.trainer import Trainer
 from tests.kit.pool import Pool
-from tests.kit.runs import before_step, contents, start, tiny_run
+from tests.kit.runs import FLAGS, before_step, contents, start, tiny_run
 from tools.lib.replayed_step import compare, find_source, read_target
+
+ROOT = Path(__file__).resolve().parents[2]
 
 STEP = 5
 SAVES = (
@@ -128,8 +133,14 @@ def replay_faults(rank: int, world_size: int, folder: Path, kind: str) -> Found:
     return Found(differences, compared, module, why, blamed)
 
 
-@pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        pytest.param(layout, kind, marks=[pytest.mark.slow] if kind == "spike" and layout in ("dp2", "tp2") else [])
+        for layout in LAYOUTS
+        for kind in FAULTS
+    ],
+)
 def test_a_step_is_taken_again_to_the_bit_and_its_fault_named(
     pool: Pool, tmp_path: Path, layout: str, kind: str
 ) -> None:
@@ -155,3 +166,39 @@ def test_a_step_is_taken_again_to_the_bit_and_its_fault_named(
         record = read_step_record(folder)
         assert sorted(entry["sample"] for entry in record["samples"]) == [16, 17, 18, 19]
         assert record["layers"]["embedding"] == "nan"
+
+
+PLUGIN = """
+import torch
+from megatron.config.plugins import register
+from megatron.training.callbacks.base import Callback
+
+@register("callback", "spoil")
+class Spoil(Callback):
+    def on_step_start(self):
+        name = "layers.1.mlp.linear_fc2.weight"
+        if self.trainer.iteration == 4 and name in self.trainer.params:
+            self.trainer.params[name].data.view(-1)[:1] = torch.nan
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
+def test_the_tool_starts_the_layout_of_the_run_as_processes(tmp_path: Path, layout: str) -> None:
+    """With gloo between processes, as in the run; and on one rank, up to rounding."""
+    (tmp_path / "spoil.py").write_text(PLUGIN)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    flags = [*FLAGS.split(), *SAVES.split(), *LAYOUTS[layout][1].split(), "--plugin", "spoil"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [*launch, str(ROOT / "pretrain_gpt.py"), *flags, "--save", "run/saved", "--run-dir", "run"]
+    ended = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stderr
+    [(folder, _)] = read_incidents(tmp_path / "run")
+    before = contents(tmp_path / "run")
+    tool = [sys.executable, str(ROOT / "tools/replay_step.py"), str(folder), "--bisect"]
+    for more, words in (([], "equal to the bit"), (["--one-process"], "equal within 1e-05")):
+        found = subprocess.run([*tool, *more], env=environment, capture_output=True, text=True)
+        assert found.returncode == 0, found.stdout + found.stderr
+        assert words in found.stdout.splitlines()[-1]
+        assert f"first out of line: the output of {FC2}, not finite" in found.stdout
+    assert contents(tmp_path / "run") == before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import time
 from datetime import timedelta
 from functools import partial
@@ -15,17 +17,16 @@ from megatron.config.run import RunConfig
 from megatron.distributed.places import PLACE
 from megatron.training.incidents import read_incidents
 from megatron.training.trainer import Trainer
-from tests.distributed.stalls import CASES, Ended, run_case
+from tests.distributed.stalls import CASES, Ended, run_case, run_rank
 from tests.kit.pool import Pool
+from tests.kit.processes import ForkedProgram, free_port
 from tests.kit.runs import Outcome, before_step, start, tiny_run
 
 MINUTES = 0.1
 """Timeout of a collective."""
 
-SHORT = {"SIGSTOP": 0, "native": 2, "size": 1}
-"""Cases of CI, and the rank with the fault; rank 0 hosts the store."""
-
-RANKS = 3
+SHORT = {"SIGSTOP": (2, 0), "native": (3, 2), "size": (2, 0)}
+"""Cases of CI, their ranks, and the rank with the fault; rank 0 hosts the store."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 
 @pytest.mark.parametrize("name", SHORT)
 def test_the_rank_and_its_place_are_named_and_all_ranks_end(ended: dict[str, Ended], name: str) -> None:
-    assert ended[name].problems(name, SHORT[name], 60 * MINUTES) == [], ended[name].printed
+    assert ended[name].problems(name, SHORT[name][1], 60 * MINUTES) == [], ended[name].printed
 
 
 def test_an_incident_has_the_places_and_stacks_of_all_ranks(ended: dict[str, Ended]) -> None:
@@ -55,6 +56,35 @@ def test_an_incident_has_the_places_and_stacks_of_all_ranks(ended: dict[str, End
 @pytest.mark.parametrize("name", CASES)
 def test_each_fault_on_one_of_8_ranks(name: str, tmp_path: Path) -> None:
     assert run_case(name, 8, 5, 2 * MINUTES, tmp_path).problems(name, 5, 120 * MINUTES) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sleep", "exit"])
+def test_ranks_of_other_machines_publish_their_places(name: str, tmp_path: Path) -> None:
+    ended = run_case(name, 4, 1, 2 * MINUTES, tmp_path, apart=True)
+    assert len(re.findall("^error on rank", ended.printed, re.MULTILINE)) == 1
+    place = "forward-compute, step 3, micro-batch 1 (0F1)" if name == "sleep" else "no answer"
+    assert f"rank 1{' on node1' if name == 'sleep' else ''}: {place}" in ended.printed
+    assert all(ended.statuses)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_all_stopped_for_less_than_the_timeout_go_on(tmp_path: Path) -> None:
+    flags = "--train-iters 400 --log-interval 100 --distributed-timeout-minutes 0.2"
+    arguments = free_port(), "none", 0, str(tmp_path), flags, False
+    ranks = [ForkedProgram(run_rank, rank, 2, *arguments, output=tmp_path / f"{rank}.txt") for rank in range(2)]
+    try:
+        while "100/400" not in ranks[0].output:
+            assert ranks[0].poll() is None
+            time.sleep(0.05)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in ranks:
+                rank.send_signal(number)
+            time.sleep(8.0 if number == signal.SIGSTOP else 0.0)
+        assert [rank.wait(120.0) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 # ---- Timeouts, and slow ranks

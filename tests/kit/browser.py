@@ -10,14 +10,14 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 """Commands of the browser; Debian's packages are chromium-headless-shell and chromium."""
 
-SECONDS = 60.0
+SECONDS = 30.0
 """Longest wait for an answer."""
 
 
@@ -118,9 +118,15 @@ class Browser:
         return picture
 
     def close(self) -> None:
-        """End it."""
-        self.process.kill()
-        self.process.wait()
+        """End it, with its processes."""
+        self._session = ""
+        with suppress(RuntimeError, OSError):
+            self.call("Browser.close")
+        try:
+            self.process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         os.close(self._to)
         os.close(self._from)
 

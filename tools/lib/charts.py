@@ -25,6 +25,8 @@ MAX_POINTS = 1600
 MERGED = 0.006
 """Marks closer than this share of the width become one."""
 
+MAX_MARKS = 40
+
 MARKS = {
     "restart": ("R", "a later start continued here, from a checkpoint"),
     "skipped": ("S", "the update of a step was left out"),
@@ -107,9 +109,14 @@ class Scale:
             places = SIZE * (1 - (shown - self.low) / (self.high - self.low))
         return np.where(np.isfinite(places), places, np.nan)
 
-    def ticks(self) -> list[float]:
-        """Return about five round values."""
-        return log_ticks(self.low, self.high) if self.log else round_ticks(self.low, self.high, 4)
+    def ticks(self, unit: str) -> list[float]:
+        """Return about five round values in a unit."""
+        if self.log:
+            return log_ticks(self.low, self.high)
+        size = byte_unit(self.high)[1] if unit == "bytes" else 1
+        low, high = self.low / size, self.high / size
+        found = next((t for count in (4, 5, 6) if len(t := round_ticks(low, high, count)) > 2), [])
+        return [size * tick for tick in found or round_ticks(low, high, 8)]
 
 
 def round_ticks(low: float, high: float, count: int) -> list[float]:
@@ -146,6 +153,11 @@ def thin(x: np.ndarray, y: np.ndarray, most: int = MAX_POINTS) -> tuple[np.ndarr
     return x[order], y[order]
 
 
+def byte_unit(value: float) -> tuple[str, int]:
+    """Return name and bytes of the unit in which a number of bytes is written."""
+    return ("GiB", 2**30) if abs(value) >= 2**30 else ("MiB", 2**20)
+
+
 def value_text(value: float, unit: str) -> str:
     """Return a value with its unit, short."""
     if not math.isfinite(value):
@@ -153,7 +165,8 @@ def value_text(value: float, unit: str) -> str:
     if unit == "percent":
         return f"{100 * value:.3g}%"
     if unit == "bytes":
-        return f"{value / 2**30:.3g} GiB"
+        name, size = byte_unit(value)
+        return f"{value / size:.4g} {name}"
     if unit == "seconds":
         return f"{value:.3g} s" if value >= 1 or value == 0 else f"{1000 * value:.3g} ms"
     return compact(value) if unit == "si" or abs(value) >= 1e5 else f"{value:.4g}"
@@ -165,15 +178,18 @@ def compact(value: float) -> str:
 
 
 def merge_marks(marks: Sequence[Mark], low: float, high: float) -> list[tuple[Mark, int]]:
-    """Return marks with how many of a kind were merged into each."""
-    merged: dict[str, list[list[Mark]]] = {}
-    for mark in sorted(marks, key=lambda mark: mark.x):
-        groups = merged.setdefault(mark.kind, [])
-        if groups and mark.x - groups[-1][0].x < MERGED * (high - low):
-            groups[-1].append(mark)
-        else:
-            groups.append([mark])
-    found = [(group[0], len(group)) for groups in merged.values() for group in groups]
+    """Return marks with how many of a kind were merged into each, at most about `MAX_MARKS` of a kind."""
+    found: list[tuple[Mark, int]] = []
+    for kind in dict.fromkeys(mark.kind for mark in marks):
+        of_kind = sorted((mark for mark in marks if mark.kind == kind), key=lambda mark: mark.x)
+        near = (high - low) * (MERGED if len(of_kind) <= MAX_MARKS else 1 / MAX_MARKS)
+        groups: list[list[Mark]] = []
+        for mark in of_kind:
+            if groups and mark.x - groups[-1][0].x < near:
+                groups[-1].append(mark)
+            else:
+                groups.append([mark])
+        found += [(group[0], len(group)) for group in groups]
     return sorted(found, key=lambda pair: pair[0].x)
 
 
@@ -206,7 +222,7 @@ class ChartBook:
             if number % 2:
                 left, right = self._x(first), self._x(last)
                 yield f'<rect class="phase" x="{left:.1f}" y="0" width="{right - left:.1f}" height="{SIZE:.0f}"/>'
-        ticks = scale.ticks()
+        ticks = scale.ticks(chart.unit)
         heights = scale.place(np.array(ticks, dtype=float))
         yield '<g class="grid">'
         yield from (f'<path d="M0 {y:.1f}H{SIZE:.0f}"/>' for y in heights)

@@ -76,20 +76,20 @@ def read_target(path: Path, step: int | None, assignments: Sequence[str]) -> Rep
         UserError: if the configuration or an assignment is wrong.
     """
     folder = path.parent if path.name == INCIDENT_FILE else path
-    record, sentence, run = dict[str, Any](), "", folder
+    record, sentence, run, until = dict[str, Any](), "", folder, math.inf
     if (folder / INCIDENT_FILE).exists():
         try:
             incident, record = read_incident(folder), read_step_record(folder)
         except (OSError, ValueError) as error:
             raise DataError(f"{folder / INCIDENT_FILE} cannot be read: {error}") from error
-        sentence, run = incident.sentence, folder.resolve().parents[1]
+        sentence, run, until = incident.sentence, folder.resolve().parents[1], incident.time
         step = incident.step if step is None else step
         record = record if record.get("step") == step else {}
     elif step is None:
         raise DataError(
             f"{path} is no incident: name a step of the run", f"python tools/replay_step.py {path} --step N"
         )
-    logged = read_logged_steps(run / METRICS_FILE)
+    logged = read_logged_steps(run / METRICS_FILE, until)
     start = start_of(run, step, logged)
     if record.get("config"):
         start = replace(start, config=from_dict(_known(record["config"])), world_size=int(record["world_size"]))
@@ -123,14 +123,21 @@ def assign(config: RunConfig, assignments: Sequence[str]) -> RunConfig:
     return config
 
 
-def read_logged_steps(path: Path) -> list[LoggedSteps]:
-    """Return the log lines of training, without steps that a restart discarded."""
+def read_logged_steps(path: Path, until: float = math.inf) -> list[LoggedSteps]:
+    """Return the log lines of training, without steps that a restart discarded.
+
+    Args:
+        path: ``metrics.jsonl`` of the run.
+        until: time of an incident; what later starts did is not read.
+    """
     found, begins = list[LoggedSteps](), 0
     with suppress(OSError):
         for line in read_json_lines(path):
             if line is None or not isinstance(at := line.get("iteration"), int):
                 continue
             if line.get("event") == "start":
+                if float(line.get("time", 0.0)) > until:
+                    break
                 found, begins = [each for each in found if each.last <= at], at
             elif "lm loss" in line and "event" not in line:
                 found.append(LoggedSteps(begins + 1, at, line))

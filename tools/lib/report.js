@@ -14,10 +14,12 @@
     return Number((value / 1000 ** power).toPrecision(3)) + ["", "K", "M", "B", "T"][power];
   }
 
+  const byteUnit = value => Math.abs(value) >= 2 ** 30 ? 2 ** 30 : 2 ** 20;
+
   function text(value, unit) {
     if (value === null || !Number.isFinite(value)) return "none";
     if (unit === "percent") return Number((100 * value).toPrecision(3)) + "%";
-    if (unit === "bytes") return Number((value / 2 ** 30).toPrecision(3)) + " GiB";
+    if (unit === "bytes") return Number((value / byteUnit(value)).toPrecision(4)) + (byteUnit(value) === 2 ** 30 ? " GiB" : " MiB");
     if (unit === "seconds") {
       return value >= 1 || value === 0 ? Number(value.toPrecision(3)) + " s" : Number((1000 * value).toPrecision(3)) + " ms";
     }
@@ -30,6 +32,11 @@
     const size = [1, 2, 5, 10].map(f => f * power).find(s => s >= step * 0.999), found = [];
     for (let n = Math.ceil(low / size - 1e-9); n <= Math.floor(high / size + 1e-9) && found.length < 50; n++) found.push(n * size);
     return found;
+  }
+
+  function valueTicks(low, high) {
+    for (const count of [4, 5, 6]) if (roundTicks(low, high, count).length > 2) return roundTicks(low, high, count);
+    return roundTicks(low, high, 8);
   }
 
   function logTicks(low, high) {
@@ -91,7 +98,8 @@
     const svg = figure.querySelector(".plot > svg");
     svg.setAttribute("viewBox", [x, height(high), width, height(low) - height(high)].join(" "));
     all(".mark", svg).forEach(mark => mark.setAttribute("d", mark.getAttribute("d").replace(/ .*/, " " + height(high) + "V" + height(low))));
-    const ticks = chart.log ? logTicks(low, high) : roundTicks(low, high, 4);
+    const size = chart.unit === "bytes" ? byteUnit(high) : 1;
+    const ticks = chart.log ? logTicks(low, high) : valueTicks(low / size, high / size).map(tick => size * tick);
     const shown = value => chart.log ? Math.log10(value) : value;
     svg.querySelector(".grid").innerHTML = ticks.map(t => `<path d="M0 ${height(shown(t))}H${SIZE}"/>`).join("");
     const label = (place, side, words) => `<span style="${side}:${place}%">${words}</span>`;

@@ -143,7 +143,7 @@ def _restarts(record: RunRecord) -> Iterator[Happening]:
             name = start.facts.get("phase")
             if name != before.facts.get("phase"):
                 yield Happening(start.time, start.iteration, start.tokens, "phase", f"phase {name} begins")
-            else:
+            elif before.ending != "rewind":
                 ranks = start.facts.get("world-size")
                 text = f"started again on {counted(ranks, 'rank') if isinstance(ranks, int) else 'ranks'}"
                 if highest > start.iteration:
@@ -254,7 +254,7 @@ def learning_charts(record: RunRecord, other: RunRecord | None, other_name: str)
     yield Chart("rate", "Learning rate", [curves.curve("learning-rate", "rate", 3)], from_zero=True)
     yield Chart("batch", "Batch", [curves.curve("batch-size", "samples", 4, "steps")], from_zero=True)
     scale = curves.values("loss-scale")
-    if len(scale) and np.nanmin(scale) != np.nanmax(scale):
+    if len({*scale[np.isfinite(scale)].tolist()}) > 1:
         yield Chart("scale", "Loss scale", [curves.curve("loss-scale", "scale", 5, "steps")], unit="si")
 
 

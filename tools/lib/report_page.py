@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import time
@@ -13,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron.config.files import read_small
 from megatron.config.settings import SETTINGS
 from megatron.config.text import counted, format_bytes, format_compact, printable
 from megatron.training.loggers.plots import running_mean
+from megatron.training.loggers.run_folder import HEALTH_FILE
 from tools.lib.charts import MARKS, ChartBook, compact
 from tools.lib.page import document, html_table, section
 from tools.lib.report_facts import (
@@ -43,8 +46,11 @@ from tools.lib.run_record import RunRecord
 MAX_ROWS = 300
 """Rows of a table; of more the last are shown."""
 
+MAX_PICTURE_BYTES = 2 << 20
+PNG = b"\x89PNG\r\n"
 MAX_TEXT = 2_000  # characters of a text
 NOT_MEASURED = "not measured"
+STRIPED = ("unrecorded", "waiting", "bubble", "data")  # parts of bars on which no word can be read
 HEAT_LEVELS = (0, 25, 50, 75, 90, 110, 150, 200, 400)
 """Lower ends of the colours of a heat map, in percent of the mean load; 0 stands for an idle expert alone."""
 
@@ -90,9 +96,9 @@ def report_body(record: RunRecord, options: PageOptions, now: float | None = Non
         *_header(record, options, hours, planned, time.time() if now is None else now),
         *_charts(record, options, book, found),
         *_hours(hours),
-        *_speed(record, book),
-        *_costs(record, options, hours),
+        *_speed(record, book, options, hours),
         *_experts(record),
+        *_health(record),
         *_data(record, options),
         *_checkpoints(record),
         *_incidents(record),
@@ -173,7 +179,8 @@ def _cards(
 
 def _charts(record: RunRecord, options: PageOptions, book: ChartBook, found: Sequence[Happening]) -> Iterator[str]:
     name = run_name(options.other) if options.other is not None else ""
-    yield '<section><h2>Learning</h2><p class="help js">Drag over a chart to zoom in, double-click to see all again. '
+    yield "<section><h2>Learning, over tokens</h2>"
+    yield '<p class="help js">Drag over a chart to zoom in, double-click to see all again. '
     yield "With the keyboard: arrows move the cursor, + and - zoom, 0 shows all. Hold Shift to move further.</p>"
     yield '<div class="charts">'
     for chart in learning_charts(record, options.other, name):
@@ -200,13 +207,14 @@ def _charts(record: RunRecord, options: PageOptions, book: ChartBook, found: Seq
         yield "</table></div></details>"
 
 
-def _speed(record: RunRecord, book: ChartBook) -> Iterator[str]:
+def _speed(record: RunRecord, book: ChartBook, options: PageOptions, hours: RunHours) -> Iterator[str]:
     charts = [line for chart in speed_charts(record) for line in book.draw(chart)]
-    if not charts:
-        return
-    yield '<section><h2>Speed and memory</h2><div class="charts">'
-    yield from charts
-    yield '</div></section><div class="columns">'
+    if charts:
+        yield '<section><h2>Speed and memory, over tokens</h2><div class="charts">'
+        yield from charts
+        yield "</div></section>"
+    yield '<div class="columns">'
+    yield from _costs(record, options, hours)
     yield from section("Slowest ranks", slow_ranks(record))
     yield from section("Forecast of the planner", forecast_rows(record))
     yield "</div>"
@@ -241,7 +249,7 @@ def _bar(parts: Mapping[str, float], total: float, order: Sequence[str]) -> Iter
     for name in order:
         share = 100 * parts[name] / total
         if share:
-            text = name if share > 9 else ""
+            text = name if share > 9 and name not in STRIPED else ""
             title = f"{name}: {duration(parts[name])}, {share:.2f}%"
             yield f'<i class="part {name}" style="width:{share:.4f}%" title="{title}"><span>{text}</span></i>'
     yield '</div><p class="marks">'
@@ -315,6 +323,19 @@ def _heat_map(iteration: int, rows: Sequence[tuple[int, Sequence[int]]]) -> Iter
     yield f'<svg viewBox="0 0 {width} {len(rows)}" preserveAspectRatio="none" role="img" aria-label="{words}">'
     yield from (f'<path class="h{level}" d="{"".join(parts)}"/>' for level, parts in sorted(paths.items()))
     yield "</svg></figure>"
+
+
+def _health(record: RunRecord) -> Iterator[str]:
+    """Yield the picture of the health of layers, if the run has drawn one."""
+    picture = record.folder / HEALTH_FILE
+    try:
+        content = read_small(picture, MAX_PICTURE_BYTES) if picture.exists() else b""
+    except (OSError, ValueError):  # larger, or no file
+        return
+    if content.startswith(PNG):
+        yield "<details><summary>Health of every layer</summary>"
+        image = base64.b64encode(content).decode()
+        yield f'<img class="picture" alt="health of every layer" src="data:image/png;base64,{image}"></details>'
 
 
 def _data(record: RunRecord, options: PageOptions) -> Iterator[str]:

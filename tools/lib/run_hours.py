@@ -13,9 +13,9 @@ PARTS = {
     "training": "steps whose result was kept",
     "evaluation": "evaluations",
     "saving": "saves, as far as training waited for them",
-    "start-up": "from the start of the process to the first step",
+    "start-up": "from the start of the process, or of a rewind, to the first step",
     "other": "reports, callbacks and logging between steps",
-    "lost": "logged steps that a restart took again",
+    "lost": "logged steps that a restart or a rewind took again",
     "unrecorded": "from the last record of a start that was killed to the next start: its last steps, and waiting",
     "waiting": "from the recorded end of a start to the next one",
 }
@@ -65,7 +65,8 @@ def run_hours(record: RunRecord) -> RunHours:
     for place, start in enumerate(record.starts):
         begins = max(end, began_at(start, end))
         continues = before is not None and not before.ending and not start.start_up and phase(start) != phase(before)
-        gap = "start-up" if continues else "waiting" if before is not None and before.ending else "unrecorded"
+        ending = "" if before is None else before.ending
+        gap = "start-up" if continues or ending == "rewind" else "waiting" if ending else "unrecorded"
         hours.parts[gap] += begins - end
         mine = number == place
         _add_start(hours, start, begins, float((taken * share)[mine].sum()), float((taken * (1 - share))[mine].sum()))

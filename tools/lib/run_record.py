@@ -48,6 +48,7 @@ COLUMN_PREFIXES = ("communication-", *FURTHER_LOSSES)
 MAX_COLUMNS = 200  # a log may name any number of sources
 MAX_EVENTS = 20_000  # of each kind, the last ones
 MAX_RECORDS = 400  # of the loads of experts
+ENDINGS = ("stop", "error", "rewind")
 NUMBERS = (int, float)
 
 
@@ -65,7 +66,7 @@ class Start:
     trains: bool = True
     # Log lines before it, which index the columns.
     first_line: int = 0
-    # Time of its last record, and the event that ended it: stop, error or nothing.
+    # Time of its last record, and the event that ended it, of ENDINGS, or nothing.
     end: float = 0.0
     ending: str = ""
     # Seconds of the start-up by phase, and the time of that record.
@@ -148,15 +149,15 @@ class RunRecord:
             start.start_up_time = seconds
         elif kind == "checkpoint":
             start.saves.append((seconds, float(line["blocking-seconds"])))
-        elif kind in ("stop", "error"):
+        elif kind in ENDINGS:
             start.ending = kind
         if len(self.events) < MAX_EVENTS or kind != "note":
             self.events.append((number, line))
 
     def _add_training(self, number: int, iteration: int, line: Mapping[str, Any]) -> None:
         tokens = float(line["consumed-tokens"])
-        for name in line.keys() - self.columns.keys():
-            if is_column(name) and len(self.columns) < MAX_COLUMNS:
+        for name in line:
+            if name not in self.columns and is_column(name) and len(self.columns) < MAX_COLUMNS:
                 self.columns[name] = array("d", [math.nan]) * self.lines
         for name, column in self.columns.items():
             value: Any = line.get(name)

@@ -28,6 +28,11 @@ class LiveControl(Component):
         """True only in a step after which something is to be done, so that other steps have no barrier."""
         return self._stop.requests != NO_REQUEST
 
+    def on_train_start(self) -> None:
+        """Remove the mark of an earlier start."""
+        if self._stop.control is not None:
+            self._stop.control.mark_stopped(None)
+
     def on_step_start(self) -> None:
         """Look for requests from now on: what is found before the first step would be lost."""
         if self._stop.control is not None:
@@ -59,9 +64,11 @@ class LiveControl(Component):
 
     def on_stop(self, error: BaseException | None) -> None:
         """Answer what is left when the run ends."""
-        if self._stop.control is None or not self._stop.control.pending or error is not None:
+        control, step, total = self._stop.control, self._trainer.iteration, self._trainer.total_steps
+        if control is None or error is not None:
             return
-        step, total = self._trainer.iteration, self._trainer.total_steps
+        if control.stops and step < total:
+            control.mark_stopped(step)
         ended = False, f"not carried out: the run has ended with step {step}"
         answers = {command.field: ended for command in COMMANDS.values()}
         self._answer(answers | {"": (True, f"stopped after step {step} of {total}")})

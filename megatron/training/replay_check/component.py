@@ -33,14 +33,18 @@ from megatron.training.incidents import Incident, record_incident
 from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import JsonLinesLogger
 from megatron.training.metrics import StepMetrics, device_name
-from megatron.training.replay_check.recorder import GIVEN, StepRecord, StepRecorder
+from megatron.training.replay_check.recorder import GIVEN, GRADIENT, REDUCED, StepRecord, StepRecorder
 from megatron.training.replay_check.state import Finding, GatherCheck, StateAtRest, UpdateCheck
-from megatron.training.replay_check.verdict import Difference, RankReport, Verdict, judge
+from megatron.training.replay_check.verdict import Difference, RankReport, Verdict, judge, odd_one_out
 from megatron.training.step import compute_gradients
 from megatron.training.trainer import Trainer
 
 REPLAYS = 3
 """Replays of the first step of a start, and of a step that differs from its first replay."""
+
+
+LISTED_PARAMETERS = 8
+"""Parameters with a wrong gradient that a report names, at most."""
 
 
 class ReplayCheck(Component):
@@ -189,22 +193,21 @@ class ReplayCheck(Component):
         """Find what is wrong, record it, and act on it; collective."""
         trainer, world = self._trainer, self._trainer.mesh.world
         step = trainer.iteration + bool(replays)
-        first = unstable = None
+        odd, pair = None, None
         if replays:
-            first = first_difference(self._record, replays[0])
-            unstable = next(filter(None, (first_difference(replays[0], other) for other in replays[1:])), None)
-        labels = {
-            label
-            for pair in comm.all_gather_objects([d.label for d in (first, unstable) if d], world)
-            for label in pair
-        }
-        pairs = zip([self._record, *replays], replays)
-        given = {label for a, b in pairs for label in differing_inputs(a, b)} & labels
+            records = [self._record, *replays]
+            classes = [next(i for i, a in enumerate(records) if first_difference(a, b) is None) for b in records]
+            odd = odd_one_out(comm.all_gather_objects(classes, world))
+            # the computation that differs and one of the others, or two replays
+            pair = (records[1], records[2]) if odd is None else (records[odd], records[0 if odd else 1])
+        first = None if pair is None else first_difference(*pair)
+        labels = {*comm.all_gather_objects("" if first is None else first.label, world)}
+        given = set() if pair is None else differing_inputs(*pair) & labels
         found = [*findings, *self._copies_of_minority(copies)]
         local_rank, device = Launch.read(os.environ).local_rank, describe_device(trainer.device)
-        mine = RankReport(world.rank, host_name(os.environ), local_rank, device, first, unstable, sorted(given), found)
+        mine = RankReport(world.rank, host_name(os.environ), local_rank, device, first, sorted(given), found)
         reports = [RankReport.from_json(each) for each in comm.all_gather_objects(mine.to_json(), world)]
-        verdict = judge(reports, step, len(replays), self._calibrated)
+        verdict = judge(reports, step, len(replays), odd, self._calibrated)
         self._report(verdict, reports, step)
 
     def _copies_of_minority(self, copies: Sequence[WeightCopy]) -> list[Finding]:
@@ -229,7 +232,7 @@ class ReplayCheck(Component):
                 "ranks": [*verdict.ranks],
                 "hosts": [*verdict.hosts],
                 "last clean step": clean,
-                "reports": [report.to_json() for report in reports if report.first or report.unstable or report.found],
+                "reports": [report.to_json() for report in reports if report.first or report.found],
             }
             try:
                 folder = record_incident(run_dir, Incident("corruption", step, verdict.sentence, facts))
@@ -248,13 +251,14 @@ class ReplayCheck(Component):
 
 def first_difference(a: StepRecord, b: StepRecord) -> Difference | None:
     """Return the first event of two records that differs; None if there is none. Waits for the device."""
-    different = [i for i, (x, y) in enumerate(zip(a.events, b.events)) if x != y]
-    different += [i for i, (x, y) in enumerate(zip(a.values(), b.values())) if x != y]
+    others = [i for i, (x, y) in enumerate(zip(a.events, b.events)) if x != y]
+    different = others or [i for i, (x, y) in enumerate(zip(a.values(), b.values())) if x != y]
     if not different:
-        return None if len(a.events) == len(b.events) else Difference("reduced", "number of events", "", "", "")
+        return None if len(a.events) == len(b.events) else Difference(REDUCED, "number of events", "", "", "")
     index = min(different)
     before = f"{a.events[index - 1].place} {a.events[index - 1].action}".rstrip() if index else ""
-    return Difference(*a.events[index], before)
+    params = dict.fromkeys(a.events[i].place for i in different if a.events[i].kind in (GRADIENT, REDUCED))
+    return Difference(*a.events[index], before, [*params][:LISTED_PARAMETERS])
 
 
 def differing_inputs(a: StepRecord, b: StepRecord) -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -111,6 +111,7 @@ class StepRecorder(CommObserver):
         self._record: StepRecord | None = None
         for bucket in trainer.buckets.buckets:
             bucket.reduction = ObservedReduction(bucket.reduction, partial(self._see_gradients, bucket.layout))
+        self._muted = False
 
     @contextmanager
     def recording(self) -> Iterator[StepRecord]:
@@ -150,12 +151,21 @@ class StepRecorder(CommObserver):
     def _see_gradient(self, name: str, gradient: Tensor) -> None:
         self._add(BACKWARD, name, gradient)
 
-    def _see_gradients(self, layout: BucketLayout, buffer: Tensor) -> None:
-        for name in layout.specs if self._record is not None else ():
+    @contextmanager
+    def _see_gradients(self, layout: BucketLayout, buffer: Tensor | None) -> Iterator[None]:
+        """Record local gradients one by one, and no communication inside: buffers contain padding, of any value."""
+        for name in layout.specs if self._record is not None and buffer is not None else ():
             self._add(GRADIENT, name, layout.view(buffer, name))
+        self._muted = True
+        try:
+            yield
+        finally:
+            self._muted = False
 
     def on_input(self, operation: str, tensors: Sequence[Tensor], group: Group | Channel) -> str:
         """See :class:`CommObserver`."""
+        if self._muted:
+            return ""
         if isinstance(group, Channel):
             place, key = f"message from rank {group.source} to rank {group.target}", f"{group.source}>{group.target}"
         else:
@@ -176,19 +186,18 @@ class StepRecorder(CommObserver):
 class ObservedReduction(Reduction):
     """A reduction whose local gradients are observed."""
 
-    def __init__(self, reduction: Reduction, observe: Callable[[Tensor], None]) -> None:
-        """Call ``observe`` with every whole buffer of local gradients."""
+    def __init__(self, reduction: Reduction, observe: Callable[[Tensor | None], AbstractContextManager[None]]) -> None:
+        """Start reductions inside ``observe``, called with the buffer of local gradients; None for sums of them."""
         super().__init__(reduction.shards, reduction.copies)
         self._reduction, self._observe = reduction, observe
         self.copies_gradients = reduction.copies_gradients
 
     def start_reduce_scatter(self, x: Tensor) -> ReduceHandle:
         """See :class:`Reduction`."""
-        self._observe(x)
-        return self._reduction.start_reduce_scatter(x)
+        with self._observe(x):
+            return self._reduction.start_reduce_scatter(x)
 
     def start_all_reduce(self, part: Tensor) -> ReduceHandle:
         """See :class:`Reduction`."""
-        if self.shards.size == 1:
-            self._observe(part)
-        return self._reduction.start_all_reduce(part)
+        with self._observe(part if self.shards.size == 1 else None):
+            return self._reduction.start_all_reduce(part)

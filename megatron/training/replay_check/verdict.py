@@ -15,7 +15,10 @@ from megatron.config.text import listed, listed_ranks
 from megatron.training.replay_check.recorder import BACKWARD, FORWARD, GIVEN, GOT, GRADIENT, REDUCED
 
 TRANSIENT, UNSTABLE, NONDETERMINISTIC = "transient", "unstable", "nondeterministic"
-"""Causes: the replays agree with each other; on one rank they do not; on several ranks, or at the start."""
+"""Causes: one computation of a step differs from all others, which agree; several differ from each other, on one rank
+alone; on several ranks, or in the first step of a start."""
+
+REDUCING = ("all-reduce", "reduce-scatter")
 
 PLACES = ("activation", "gradient", "reduction", "update", "gather", "state", "message", "copies")
 """Places in which values are wrong: at a module's output, a gradient before its reduction, the reduction, an update,
@@ -33,6 +36,8 @@ class Difference:
     label: str
     # The event before it, which was the same.
     after: str
+    # Parameters whose gradients differ, before or after the reduction; a few.
+    parameters: Sequence[str] = ()
 
     @property
     def where(self) -> str:
@@ -43,16 +48,16 @@ class Difference:
             return "gradient"
         if self.kind == REDUCED or (self.kind == GOT and self.is_of_gradients):
             return "reduction"
-        if self.kind == GIVEN and self.is_of_gradients:
-            return "gradient"
+        if self.kind == GIVEN and self.is_of_gradients:  # between the reduction over dp and that of partial gradients
+            return "gradient" if "over dp" in self.place or "over edp" in self.place else "reduction"
         if self.kind == GOT:
-            return "gather" if "all-gather over dp" in self.place else "message"
+            return "gather" if any(f"all-gather over {axes}" in self.place for axes in ("dp", "edp")) else "message"
         return "gradient" if self.action[:1] in ("B", "I", "W") else "activation"
 
     @property
     def is_of_gradients(self) -> bool:
         """True for communication outside of the pipeline's actions."""
-        return not self.action or "reduce-scatter over dp" in self.place or "all-reduce over dp" in self.place
+        return not self.action or any(f"{op} over {axes}" in self.place for op in REDUCING for axes in ("dp", "edp"))
 
     def describe(self) -> str:
         """Return the difference for people."""
@@ -60,7 +65,8 @@ class Difference:
         texts = {GRADIENT: f"gradient of {self.place}", REDUCED: f"reduced gradient of {self.place}"}
         found = texts.get(self.kind) or what[self.kind] + self.place
         action = f" in {self.action}" if self.action else ""
-        return f"{found}{action}" + (f", after {self.after}" if self.after else "")
+        gradients = f", in gradients of {listed(self.parameters)}" if self.where == "reduction" else ""
+        return f"{found}{action}{gradients}" + (f", after {self.after}" if self.after else "")
 
 
 @dataclass(frozen=True)
@@ -72,10 +78,8 @@ class RankReport:
     # Among the ranks of the host.
     local_rank: int
     device: str
-    # First difference between the step and its first replay.
+    # First difference between the computation that differs and the others; between two replays if several differ.
     first: Difference | None = None
-    # First difference between replays.
-    unstable: Difference | None = None
     # Labels of communication to which this rank gave something else.
     given: Sequence[str] = ()
     # Findings outside of the replay: place, of PLACES, and text.
@@ -88,10 +92,8 @@ class RankReport:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RankReport:
         """Read what :meth:`to_json` has returned on another rank."""
-        differences = {
-            name: None if value[name] is None else Difference(**value[name]) for name in ("first", "unstable")
-        }
-        return cls(**{**value, **differences})
+        first = value["first"]
+        return cls(**{**value, "first": None if first is None else Difference(**first)})
 
 
 @dataclass(frozen=True)
@@ -113,44 +115,41 @@ class Verdict:
         return self.cause != NONDETERMINISTIC
 
 
-def judge(reports: Sequence[RankReport], step: int, replays: int, calibrated: bool) -> Verdict:
+def odd_one_out(classes: Sequence[Sequence[int]]) -> int | None:
+    """Return the computation of a step that differs from all others, which agree; None if more differ.
+
+    Args:
+        classes: of each rank, for each computation the index of the first one with the same digests; 0 is the step.
+    """
+    whole = [*zip(*classes)]
+    odd = [[i for i, other in enumerate(whole) if other != one] for one in whole]
+    most = min(odd, key=len)
+    return most[0] if len(most) == 1 else None
+
+
+def judge(reports: Sequence[RankReport], step: int, replays: int, odd: int | None, calibrated: bool) -> Verdict:
     """Return the verdict on a check in which at least one rank has a difference.
 
     Args:
         reports: of all ranks, in their order.
         step: that was checked, from 1.
         replays: how often it was replayed.
+        odd: see :func:`odd_one_out`.
         calibrated: an earlier step of this start gave the same bits in all replays.
     """
-    if any(report.unstable for report in reports):
-        return _judge_unstable(reports, step, replays, calibrated)
-    if any(report.first for report in reports):
-        return _judge_replay(reports, step, replays)
-    return _judge_findings(reports, step)
-
-
-def _judge_replay(reports: Sequence[RankReport], step: int, replays: int) -> Verdict:
-    culprits = culprits_of({report.rank: report.first for report in reports if report.first}, reports)
-    first = reports[culprits[0]].first
-    if first is None:
-        raise RuntimeError("a rank without a difference is no culprit")
-    agree = "its replay" if replays == 1 else f"{replays} replays, which agree"
-    sentence = (
-        f"step {step} differs from {agree}: {first.where} on {_named(reports, culprits)}, {first.describe()}; "
-        "a transient fault of hardware"
-    )
-    return _verdict(TRANSIENT, first.where, culprits, sentence, reports)
-
-
-def _judge_unstable(reports: Sequence[RankReport], step: int, replays: int, calibrated: bool) -> Verdict:
-    culprits = culprits_of({report.rank: report.unstable for report in reports if report.unstable}, reports)
-    first = reports[culprits[0]].unstable
-    if first is None:
-        raise RuntimeError("a rank without a difference is no culprit")
-    begin = (
-        f"{replays} replays of step {step} differ from each other, first in the {first.where} on "
-        f"{_named(reports, culprits)}: {first.describe()}; "
-    )
+    firsts = {report.rank: report.first for report in reports if report.first}
+    if not firsts:
+        return _judge_findings(reports, step)
+    culprits = culprits_of(firsts, reports)
+    first = firsts[culprits[0]]
+    found = f"{first.where} on {_named(reports, culprits)}, {first.describe()}"
+    if odd is not None:
+        which = f"step {step} differs from" if odd == 0 else f"replay {odd} of step {step} differs from the step and"
+        agree = f"its {replays} replays, which agree" if odd == 0 else "the others, which agree"
+        return _verdict(
+            TRANSIENT, first.where, culprits, f"{which} {agree}: {found}; a transient fault of hardware", reports
+        )
+    begin = f"{replays} replays of step {step} differ from each other: {found}; "
     if calibrated and len(culprits) == 1 and len(reports) > 1:
         sentence = f"{begin}no other rank differs, and at the start none did: a faulty unit"
         return _verdict(UNSTABLE, first.where, culprits, sentence, reports)
@@ -169,11 +168,12 @@ def _judge_findings(reports: Sequence[RankReport], step: int) -> Verdict:
 
 def culprits_of(firsts: Mapping[int, Difference], reports: Sequence[RankReport]) -> list[int]:
     """Return the ranks at fault, given the first difference of each rank that has one."""
-    own = [rank for rank, first in firsts.items() if first.kind != GOT]
+    # Other ranks' gradients enter in the reduction.
+    own = [r for r, first in firsts.items() if first.kind not in (GOT, REDUCED) and first.where != "reduction"]
     if own:
         return own
     wrong_inputs = {label for report in reports for label in report.given}
-    got = [rank for rank, first in firsts.items() if first.label not in wrong_inputs]
+    got = [r for r, first in firsts.items() if first.kind != GOT or first.label not in wrong_inputs]
     return got or [*firsts]
 
 

@@ -162,6 +162,13 @@ def test_the_marker_of_an_earlier_run_proves_nothing(job: Job) -> None:
     assert "has not finished" in job.start("exit 1")[1]
 
 
+def test_a_requested_stop_ends_the_job(job: Job) -> None:
+    status, message = job.start('touch "$RUN/stopped.json"')
+    assert status == 0
+    assert f"stopped by a request in {job.run}/control" in message
+    assert job.calls("scontrol") == []
+
+
 def test_flags_that_are_refused_are_reported_once(job: Job) -> None:
     job.environ["REFUSED"] = "2"
     assert job.start(FINISH)[0] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -69,6 +70,7 @@ def test_a_stop_saves_and_ends_with_status_0(tmp_path: Path) -> None:
     assert "stopped by a request in the control file after step 2 of 6" in outcome.out
     assert [(event["id"], event["done"]) for event in events] == [("", True), ("x", True)]
     assert events[1]["text"].endswith("asks for 'stop': stopped after step 2 of 6")
+    assert json.loads((tmp_path / "run" / "stopped.json").read_text())["iteration"] == 2
     log = (tmp_path / "run" / "ranks" / "rank_00000.log").read_text()
     assert "stacks requested" in log
     assert "in on_iteration_end" in log

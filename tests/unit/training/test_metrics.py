@@ -196,15 +196,15 @@ def test_times_before_the_first_step_and_in_pauses_are_excluded(clock: Clock, si
 
 def test_sent_bytes_are_per_step_without_pauses(clock: Clock, single_process: None) -> None:
     group = Group((0, 1), 0, None, "tp")
-    group.sends("all-reduce", 100.0)  # before the first step
+    group.called("all-reduce", torch.zeros(()), 100.0)  # before the first step
     window = MetricsWindow(CPU, seq_length=1, world=group)
     for _ in range(2):
         clock.now += 1.0
-        group.sends("all-reduce", 6.0)
-        group.sends("send", 8.0)
+        group.called("all-reduce", torch.zeros(()), 6.0)
+        group.called("send", torch.zeros(()), 8.0)
         window.add(step(3.0), samples=1)
     with window.paused():
-        group.sends("send", 100.0)
+        group.called("send", torch.zeros(()), 100.0)
     record = read(window, 2, alone=True)
     assert record["sent-bytes-tp"] == 7.0
 

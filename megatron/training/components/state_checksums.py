@@ -1,0 +1,66 @@
+"""Checksums of main parameters and moments in a checkpoint, from device to device.
+
+The checksums of files begin when a tensor is written. These are taken on the device when a checkpoint is composed, and
+compared with what has been loaded. They are sums of the bits of all elements modulo 2^64, so they know no layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from megatron.checkpoint.errors import DamagedCheckpointError
+from megatron.distributed import comm
+from megatron.training.checkpoint_contents import tensors_to_save
+from megatron.training.component import Component
+from megatron.training.trainer import Trainer
+
+MAIN = "main"
+"""Kind of the main parameters."""
+
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class StateChecksums(Component):
+    """Saves a checksum of each kind of state, and compares it after loading. Older checkpoints have none."""
+
+    name = "checksums"
+    state_types: ClassVar[Mapping[str, Any]] = {str: str}
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Take the checksums of what ``trainer`` saves."""
+        self._trainer = trainer
+
+    def state_dict(self) -> Mapping[str, str]:
+        """Return a checksum by kind and dtype; collective."""
+        trainer = self._trainer
+        kinds = {"", *trainer.optimizer.state()}
+        sums: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors_to_save(trainer).items():
+            kind = name.split(".", 2)[1] if name.startswith("optim.") else ""
+            for part in tensor.parts if kind in kinds else ():
+                content = part.resolve().contiguous()
+                words = content.view(WORDS[content.element_size()])
+                key = f"{kind or MAIN} {str(tensor.dtype).removeprefix('torch.')}"
+                sums[key] = sums.get(key, torch.zeros((), dtype=torch.int64, device=words.device)) + words.sum()
+        by_rank = comm.all_gather_objects({key: int(value) for key, value in sums.items()}, trainer.mesh.world)
+        totals: dict[str, int] = {}
+        for each in by_rank:
+            for key, value in each.items():
+                totals[key] = (totals.get(key, 0) + value) % 2**64
+        return {key: f"{totals[key]:016x}" for key in sorted(totals)}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Compare the checksums of what was loaded; collective.
+
+        Raises:
+            DamagedCheckpointError: on every rank, if one differs.
+        """
+        loaded = self.state_dict()
+        differing = [key for key in state if key in loaded and loaded[key] != state[key]]
+        if differing:
+            raise DamagedCheckpointError(
+                f"{', '.join(differing)}: what was loaded is not what the devices had when the checkpoint was saved"
+            )

@@ -1,0 +1,92 @@
+"""``tools/replay_step.py`` on the command line: what it prints, its exit statuses, and that it only reads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron.training.incidents import read_incidents
+from tests.distributed.test_replay import EMBEDDING, SAVES, STEP, nan_in_embedding
+from tests.kit.runs import before_step, contents, start, tiny_run
+from tools.replay_step import main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that meets a NaN in step 5, with checkpoints inside."""
+    folder = tmp_path_factory.mktemp("replay") / "run"
+    outcome = start(tiny_run(folder, f"{SAVES} --save {folder}/saved"), before_step(STEP, nan_in_embedding))
+    assert outcome.status == 1
+    return folder
+
+
+def replayed(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
+    """Return the exit status and all that the tool printed."""
+    status = main([str(word) for word in argv])
+    printed = capsys.readouterr()
+    return status, printed.out + printed.err
+
+
+def test_an_incident_is_equal_and_its_module_and_sample_are_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(run)
+    [(incident, _)] = read_incidents(run)
+    with before_step(STEP, nan_in_embedding):
+        status, text = replayed(capsys, incident, "--bisect", "--samples", "--save", tmp_path / "kept")
+    assert status == 0, text
+    assert "step 4: loss" in text
+    assert "gradients equal to the bit" in text
+    assert f"first out of line: the output of {EMBEDDING}, not finite" in text
+    assert "> sample 16, micro-batch 0 of rank 0" in text
+    assert "equal to the bit" in text.splitlines()[-1]
+    kept = load_file(tmp_path / "kept" / f"{EMBEDDING}.safetensors")
+    output, weight = kept["micro_batch.0.output.0"], kept["parameter.weight"]
+    assert output.isnan().any()
+    assert weight.isnan().any(1).sum() == 1
+    assert contents(run) == before
+
+
+def test_a_step_that_differs_ends_with_status_1_and_names_the_first_number(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [(incident, _)] = read_incidents(run)
+    status, text = replayed(capsys, incident)
+    assert status == 1
+    assert "DIFFERS" in text.splitlines()[-1]
+
+
+def test_a_copied_run_is_found_with_its_checkpoints_and_a_healthy_step_is_equal(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run, tmp_path / "copy")
+    moved = run.with_name("away")
+    run.rename(moved)
+    try:
+        status, text = replayed(capsys, tmp_path / "copy", "--step", 4, "--bisect")
+    finally:
+        moved.rename(run)
+    assert status == 0, text
+    assert "from iter_0000003" in text
+    assert "no module is out of line" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ((), "is no incident: name a step of the run"),
+        (("--step", "0"), "steps are counted from 1"),
+        (("--step", "5", "--checkpoint", "nowhere"), "no checkpoint before step 5"),
+        (("--step", "5", "--set", "data.sed=3"), "there is no option"),
+        (("--step", "4", "--module", "layers.7.mlp", "--samples"), "the model has no module layers.7.mlp"),
+    ],
+)
+def test_what_cannot_be_taken_again_ends_with_status_2(
+    run: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], words: str
+) -> None:
+    status, text = replayed(capsys, run, *argv)
+    assert status == 2, text
+    assert words in text
