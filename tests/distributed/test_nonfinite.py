@@ -73,7 +73,7 @@ def explained(rank: int, world_size: int, case: Case, damages: tuple[Damage, ...
     for at, damage, part in damages:
         if at == rank:
             damage(trainer, *part)
-    return explain_nonfinite(trainer, batches_of(trainer, case, 0))
+    return explain_nonfinite(trainer, trainer.complete(batches_of(trainer, case, 0)))
 
 
 CASES: dict[str, tuple[Case, tuple[Damage, ...], str]] = {
