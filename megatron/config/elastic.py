@@ -61,11 +61,15 @@ class ElasticConfig:
 
     elastic_replicas and params_dtype=fp16
     E970 --elastic-replicas is untested with fp16
-      fix: --bf16 | drop --elastic-replicas
+      fix: drop --elastic-replicas
 
     elastic_replicas and optimizer_cpu_offload
     E970 --optimizer-cpu-offload is untested with --elastic-replicas
       fix: drop --optimizer-cpu-offload | drop --elastic-replicas
+
+    elastic_replicas and replay_check
+    E970 --replay-check {replay_check} is untested with --elastic-replicas
+      fix: drop --replay-check | drop --elastic-replicas
 
     elastic_replicas and lora_rank
     E970 --elastic-replicas is untested with --lora-rank

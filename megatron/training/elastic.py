@@ -326,11 +326,13 @@ class ElasticReplica(Component):
                 return None
             source, filled = source_of(members), None
             behind = [is_behind(member, source) for member in members]
+            # collective in this replica, whose ranks may fail at different places from here on
+            state = run_state(self.trainer) if any(behind) and source.id == replicas.id else {}
             try:
                 group = replicas.group(members)
                 if any(behind):
                     facts["whole"] &= not behind[group.rank]
-                    filled = self._fill(group, members.index(source), behind)
+                    filled = self._fill(state, group, members.index(source), behind)
             except ReplicaError:
                 raise
             except RuntimeError as error:
@@ -348,13 +350,11 @@ class ElasticReplica(Component):
         raise ReplicaError(f"{counted(MAX_FAILURES, 'exchange')} in a row failed, although replicas are alive")
 
     def _fill(
-        self, group: Group, source: int, behind: Sequence[bool]
+        self, state: Mapping[str, Any], group: Group, source: int, behind: Sequence[bool]
     ) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
-        """Return the state of a member, and copy its tensors to those that are behind."""
-        trainer = self.trainer
-        mine = run_state(trainer) if group.rank == source else {}
-        state = comm.all_gather_objects(mine, group)[source]
-        tensors = local_tensors(trainer)
+        """Return the ``state`` of a member, and copy its tensors to those that are behind."""
+        state = comm.all_gather_objects(state, group)[source]
+        tensors = local_tensors(self.trainer)
         targets = [rank for rank, is_one in enumerate(behind) if is_one]
         copy_to_peers((tensors[name] for name in sorted(tensors)), group, source, targets)
         return state, tensors

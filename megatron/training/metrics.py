@@ -438,12 +438,13 @@ class ThroughputModel:
         (6N + 12Lhs), ``mfu-causal`` only the unmasked ones, and ``hfu`` adds recomputation to ``mfu``. Utilisations are
         0 to 1, or None for an unknown peak.
         """
-        tokens_per_second = metrics["tokens-per-second"] / self.world_size
+        tokens_per_second = metrics["tokens-per-second"] / (self.world_size * metrics.get("elastic-replicas", 1))
         counts = {"mfu": self.flops.full, "mfu-causal": self.flops.causal, "hfu": self.flops.hardware}
         peak = self.peak_flops
         samples_left = max(0, self.total_samples - metrics["consumed-samples"])
         return {
             "throughput": tokens_per_second * self.flops.megatron / 1e12,
+            "tokens-per-second-per-gpu": tokens_per_second,
             **{name: None if peak is None else tokens_per_second * x / peak for name, x in counts.items()},
             TOTAL_ITERATIONS: self.total_iterations,
             SECONDS_LEFT: (samples_left * self.seq_length + self.tokens_of_later_phases) / metrics["tokens-per-second"],

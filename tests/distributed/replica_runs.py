@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +22,15 @@ import torch
 from megatron.training import loop, main
 from megatron.training.replicas.store import serve
 from megatron.training.trainer import Trainer
-from tests.kit.processes import ForkedProgram
+from tests.kit.processes import ForkedProgram, free_port
 from tests.kit.runs import tiny_run
 
 FP64 = "--params-dtype fp64"
 
-LIMIT_SECONDS = 120.0
+LIMIT_SECONDS = 60.0
+
+STACKS = signal.SIGRTMIN
+"""Lets a rank print its stacks."""
 
 
 def weights_hash(trainer: Trainer) -> str:
@@ -39,12 +44,19 @@ def weights_hash(trainer: Trainer) -> str:
     return digest.hexdigest()
 
 
-def replica(folder: Path, flags: str, name: str, pause: float) -> int:
-    """One start of a replica of one rank; after each step it appends a line to ``folder/steps.jsonl``."""
-    take_step = loop.take_step
+def replica_rank(folder: Path, flags: str, name: str, pause: float) -> int:
+    """One rank of a start of a replica; after each step it appends a line to ``folder/steps.RANK.jsonl``."""
+    faulthandler.register(STACKS, all_threads=True)
+    take_step, complete, rank = loop.take_step, Trainer.complete, os.environ["RANK"]
+    computed: list[int] = []  # samples of the current step
+
+    def completed(trainer: Trainer, batches: list[Any]) -> Any:
+        computed.extend(number for batch in batches for number in batch.sample_ids.tolist())
+        return complete(trainer, batches)
 
     def recorded(trainer: Trainer, *arguments: Any) -> Any:
         time.sleep(pause)
+        computed.clear()
         metrics = take_step(trainer, *arguments)
         line = {
             "start": name,
@@ -53,15 +65,16 @@ def replica(folder: Path, flags: str, name: str, pause: float) -> int:
             "norm": metrics.grad_norm.item(),
             "weights": weights_hash(trainer),
             "samples": f"{(trainer.reader.start_digest + trainer.reader.digest_read) % 2**64:016x}",
+            "computed": computed,
             "time": time.monotonic(),
         }
-        with (folder / "steps.jsonl").open("a") as file:
+        with (folder / f"steps.{rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         return metrics
 
     no_picture = patch("megatron.training.loggers.run_logger.draw_plots", lambda *arguments: None)
-    with patch.object(loop, "take_step", recorded), no_picture:
-        status = main.run(tiny_run(folder, flags))
+    with patch.object(loop, "take_step", recorded), patch.object(Trainer, "complete", completed), no_picture:
+        status = main.run(tiny_run(folder, flags, int(os.environ["WORLD_SIZE"])))
     sys.stdout.flush()
     sys.stderr.flush()
     if status:
@@ -77,27 +90,31 @@ class Fleet:
         folder: of the run; replica 1 has ``folder/1``.
         flags: of all replicas.
         count: of replicas.
+        ranks: of each.
         pause: seconds before every step.
     """
 
     folder: Path
     flags: str
     count: int = 3
+    ranks: int = 1
     pause: float = 0.0
-    programs: dict[int, ForkedProgram] = field(default_factory=dict)
+    programs: dict[int, list[ForkedProgram]] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)  # of the last start of each replica
     starts: int = 0
+    read: dict[Path, tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)  # bytes and lines of a file
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.server, port = serve("127.0.0.1", 0)
+        self.plain = self.flags
         self.flags += f" --elastic-replicas {self.count} --elastic-server 127.0.0.1:{port}"
 
     def __enter__(self) -> Fleet:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for program in self.programs.values():
-            program.kill()
+        self.kill(*self.programs)
         self.server.stop()
 
     def start(self, *indices: int, flags: str = "") -> None:
@@ -106,22 +123,33 @@ class Fleet:
             folder = self.folder / str(index)
             folder.mkdir(exist_ok=True)
             self.starts += 1
-            name, output = f"{index}.{self.starts}", self.folder / f"{index}.output"
-            own = f"{self.flags} --elastic-replica {index} {flags}"
-            self.programs[index] = ForkedProgram(replica, folder, own, name, self.pause, output=output)
+            name, own = f"{index}.{self.starts}", f"{self.flags} --elastic-replica {index} {flags}"
+            world = {"WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            self.names[index], self.programs[index] = name, []
+            for rank in range(self.ranks):
+                place, output = {"RANK": str(rank), "LOCAL_RANK": str(rank)}, self.folder / f"{index}.{rank}.output"
+                arguments = replica_rank, folder, own, name, self.pause
+                self.programs[index].append(ForkedProgram(*arguments, output=output, environment=world | place))
 
     def kill(self, *indices: int) -> None:
         """Kill replicas."""
         for index in indices:
-            self.programs[index].kill()
+            for program in self.programs[index]:
+                program.kill()
 
-    def steps(self, index: int) -> list[dict[str, Any]]:
-        """What a replica has recorded, in all its starts."""
-        found: list[dict[str, Any]] = []
-        with suppress(FileNotFoundError):
-            for line in (self.folder / str(index) / "steps.jsonl").read_text().splitlines():
-                with suppress(ValueError):  # cut off by a kill
-                    found.append(json.loads(line))
+    def steps(self, index: int, rank: int = 0) -> list[dict[str, Any]]:
+        """What a rank of a replica has recorded, in all its starts."""
+        path = self.folder / str(index) / f"steps.{rank}.jsonl"
+        done, found = self.read.get(path, (0, []))
+        if path.exists() and path.stat().st_size > done:
+            with path.open("rb") as file:
+                file.seek(done)
+                for line in file:
+                    if line.endswith(b"\n"):
+                        done += len(line)
+                        with suppress(ValueError):  # of a line that a kill has cut off
+                            found.append(json.loads(line))
+            self.read[path] = done, found
         return found
 
     def step_of(self, index: int) -> int:
@@ -129,9 +157,17 @@ class Fleet:
         lines = self.steps(index)
         return int(lines[-1]["step"]) if lines else 0
 
+    def is_back(self, index: int) -> bool:
+        """Return True if the last start of a replica has taken a step."""
+        lines = self.steps(index)
+        return bool(lines) and lines[-1]["start"] == self.names[index]
+
     def output(self) -> str:
-        """All that was printed."""
-        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.output")))
+        """All that was printed, and how the last starts have ended."""
+        ends = {name: [p.poll() for p in self.programs[index]] for index, name in self.names.items()}
+        return f"{ends}\n" + "\n".join(
+            f"--- {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.output"))
+        )
 
     def wait(self, done: Callable[[], bool], seconds: float = LIMIT_SECONDS) -> None:
         """Wait until ``done()``.
@@ -142,21 +178,81 @@ class Fleet:
         until = time.monotonic() + seconds
         while not done():
             if time.monotonic() > until:
+                for program in [each for programs in self.programs.values() for each in programs]:
+                    with suppress(ProcessLookupError):
+                        program.send_signal(STACKS)
+                time.sleep(1.0)
                 raise TimeoutError(self.output())
-            time.sleep(0.01)
+            time.sleep(0.03)
+
+    def wait_for_end(self, *indices: int) -> list[int | None]:
+        """Wait for the end of all ranks of replicas, and return their exit statuses."""
+        programs = [program for index in indices for program in self.programs[index]]
+        self.wait(lambda: all(program.poll() is not None for program in programs))
+        return [program.poll() for program in programs]
 
     def finish(self, *indices: int) -> None:
         """Wait for the end of replicas, which is to be a good one."""
-        self.wait(lambda: all(self.programs[index].poll() is not None for index in indices))
-        statuses = [self.programs[index].poll() for index in indices]
+        statuses = self.wait_for_end(*indices)
         if any(statuses):
             raise RuntimeError(f"statuses {statuses}\n{self.output()}")
 
 
-def by_step(fleet: Fleet) -> Mapping[int, list[dict[str, Any]]]:
-    """The records of all replicas by step."""
+def by_step(fleet: Fleet, after: int = 0) -> Mapping[int, list[dict[str, Any]]]:
+    """The records of all ranks of all replicas by step."""
     found: dict[int, list[dict[str, Any]]] = {}
     for index in range(fleet.count):
-        for line in fleet.steps(index):
-            found.setdefault(line["step"], []).append(line | {"index": index})
+        for rank in range(fleet.ranks):
+            for line in fleet.steps(index, rank):
+                if line["step"] > after:
+                    found.setdefault(line["step"], []).append(line | {"index": index, "rank": rank})
     return found
+
+
+def undisturbed(folder: Path, flags: str) -> dict[int, dict[str, Any]]:
+    """What one process records of a run without replicas, by step."""
+    folder.mkdir(parents=True)
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    output = folder.parent / f"{folder.name}.output"
+    with ForkedProgram(replica_rank, folder, flags, "one", 0.0, output=output, environment=place) as program:
+        if program.wait(LIMIT_SECONDS):
+            raise RuntimeError(program.output)
+    return {line["step"]: line for line in map(json.loads, (folder / "steps.0.jsonl").read_text().splitlines())}
+
+
+def broken_promises(
+    fleet: Fleet, one: Mapping[int, dict[str, Any]] | None, tolerance: float = 1e-9, after: int = 0
+) -> Iterator[str]:
+    """Yield what is wrong with the steps after one.
+
+    Args:
+        fleet: whose replicas have never all been lost at once, so that each step was taken once.
+        one: steps of one process, which must be the same up to rounding; None with ``--elastic-batch shrink``.
+        tolerance: largest relative difference.
+        after: the step.
+    """
+    taken: dict[tuple[str, int], int] = {}  # last step of a rank of a start
+    for step, lines in sorted(by_step(fleet, after).items()):
+        for rank in range(fleet.ranks):
+            mine = [line for line in lines if line["rank"] == rank]
+            if len({(line["weights"], line["loss"]) for line in mine}) > 1:
+                yield f"step {step}: rank {rank} of the replicas have different bits: {mine}"
+            computed = [number for line in mine for number in line["computed"]]
+            if len({*computed}) < len(computed):
+                yield f"step {step}: samples are computed twice: {mine}"
+        for line in lines:
+            start = line["start"], line["rank"]
+            if taken.get(start, step - 1) != step - 1:
+                yield f"step {step} follows {taken[start]} in {start}"
+            taken[start] = step
+        if one is not None:
+            yield from _differences(lines, one[step], tolerance)
+
+
+def _differences(lines: list[dict[str, Any]], theirs: Mapping[str, Any], tolerance: float) -> Iterator[str]:
+    """Yield what a step of replicas does not have in common with the same step of one process."""
+    for name in ("loss", "norm"):
+        if abs(lines[0][name] - theirs[name]) > tolerance * abs(theirs[name]):
+            yield f"step {theirs['step']}: {name} {lines[0][name]}, {theirs[name]} without replicas"
+    if {line["samples"] for line in lines} != {theirs["samples"]}:
+        yield f"step {theirs['step']}: the samples are others than without replicas: {lines}"

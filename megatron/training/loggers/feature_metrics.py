@@ -107,6 +107,16 @@ DILOCO_METRICS = {
 }
 """Metrics of a round of DiLoCo."""
 
+ELASTIC_METRICS = {
+    "elastic-replicas": Metric("replicas", "that took the last step"),
+    "elastic-seconds": Metric("seconds", "window: of a step, from the gradients of this replica to those of all"),
+    "elastic-aborted": Metric("", "window: exchanges that were repeated after the loss of a replica"),
+    "elastic-left-out-samples": Metric(
+        "samples", "of lost replicas, that this start left out; with `--elastic-batch shrink`"
+    ),
+}
+"""Metrics of elastic replicas in log lines."""
+
 HEALTH_MAXIMA = {
     "activation-rms": "activations",
     "attention-logit": "attention logit",
@@ -126,6 +136,7 @@ POWER_METRICS = {
 
 UPDATE_METRICS = {
     "spikes-skipped": Metric("steps", "window: those of them with a finite gradient that was an outlier"),
+    "rewinds": Metric("", "times that the run has gone back, with `rewind:N`"),
 }
 """Metrics of updates that are left out."""
 

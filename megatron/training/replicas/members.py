@@ -59,6 +59,9 @@ BLOCKED_SECONDS = 0.1
 WATCH_SECONDS = 0.2
 """Time between two looks of a rank for a group that another rank has found broken."""
 
+CONNECT_SECONDS = 1.0
+"""First timeout for opening a group of replicas that watch each other; it doubles after each failure."""
+
 BEATS_PER_TIMEOUT = 6
 """Heartbeats in the time after which a replica without one counts as dead."""
 
@@ -298,7 +301,7 @@ class Replicas:
         self.meter = CommMeter()
         # Number of the next attempt, and of the last one that was committed here.
         self.attempt, self.series = 0, -1
-        self._watched = watched
+        self._watched, self._patience = watched, CONNECT_SECONDS
         self._store = store
         self._group: tuple[tuple[Member, ...], Group] | None = None
         self._opened = -1  # attempt in which the group was opened
@@ -394,7 +397,8 @@ class Replicas:
 
     def watch(self) -> None:
         """Let the replica count as dead once this process is gone, and watch the others; called after the claim."""
-        self._ask(self._store.bind, f"gone/{self.id}")
+        if isinstance(self._store, StoreClient):
+            self._ask(self._store.bind, f"gone/{self.id}")
         threading.Thread(target=self._watch, name="replica watch", daemon=True).start()
 
     def _watch(self) -> None:
@@ -494,6 +498,8 @@ class Replicas:
         if self.leader:
             self._ask(self._store.set, f"{self.attempt}/arrived/{self.id}", json.dumps(dict(facts)))
         while not self._ask(self._store.check, [key]):
+            if self._watched and self._ask(self._store.check, [f"gone/{self.id}"]):
+                raise ReplicaError("a rank of this replica is gone, or has lost its connection to the server")
             if facts["starting"] and self._ask(self._store.check, [f"stopped/{self.id}"]):
                 return None
             if self.leader:
@@ -647,7 +653,11 @@ class Replicas:
             self._store.given_up = partial(self._store.check_any, [f"gone/{member.id}" for member in members])
         gloo = dist.ProcessGroup.BackendType.GLOO
         handle = dist.ProcessGroup(prefix, mine, size)
-        backend = dist.ProcessGroupGloo(prefix, mine, size, timedelta(seconds=self.timeout))
+        patience = min(self.timeout, self._patience) if self._watched else self.timeout
+        self._patience *= 2  # until a group is open: gloo tries for as long as this to reach a member that is gone
+        backend = dist.ProcessGroupGloo(prefix, mine, size, timedelta(seconds=patience))
+        backend._set_default_timeout(timedelta(seconds=self.timeout))
+        self._patience = CONNECT_SECONDS
         handle._set_default_backend(gloo)
         handle._register_backend(torch.device("cpu"), gloo, backend)
         # as new_group registers those of the world, for get_backend and the ranks of a source

@@ -151,7 +151,8 @@ class StoreServer:
 
     def stop(self) -> None:
         """Close all connections, and listen no more."""
-        self._loop.call_soon_threadsafe(self._ended.set)
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._ended.set)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host = str(writer.get_extra_info("peername")[0])

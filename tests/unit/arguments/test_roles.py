@@ -229,6 +229,7 @@ LEFT_OUT = {
     "they need other replicas, as tests/distributed/test_diloco.py has": """
         diloco_sync_interval diloco_replicas diloco_outer_lr diloco_outer_momentum diloco_fragments diloco_delay
         diloco_mix diloco_int8""",
+    "they need other replicas, as tests/distributed/test_elastic_replicas.py has": "elastic_replicas elastic_batch",
     "they need a GPU": "cuda_graph reduced_precision_reduction",
     "they need files": """
         data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split mock_data

@@ -1,0 +1,108 @@
+"""Elastic replicas against one process: deaths, returns, fences, the writer's role, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.replica_runs import FP64, Fleet, broken_promises, undisturbed
+from tests.elastic_soak import SETUPS, make_run
+from tests.kit.runs import checkpoint, saved_steps, start, tiny_run
+
+BASE = f"{FP64} --lr 1e-3 --lr-decay-iters 400 --lr-warmup-iters 0 --global-batch-size 6 --log-interval 10"
+
+
+def test_the_others_go_on_and_a_lost_replica_is_filled(tmp_path: Path) -> None:
+    """Six deaths: of the writer, of two at once, of one that joins; the last checkpoint is one of an ordinary run."""
+    flags = f"{BASE} --hidden-dropout 0.1 --train-iters 120 --save-interval 20"
+    with Fleet(tmp_path / "run", f"{flags} --elastic-timeout 5 --save {tmp_path}/saved", 3, pause=0.03) as fleet:
+        fleet.start(0, 1, 2)
+        fleet.wait(lambda: all(fleet.is_back(index) for index in range(3)))
+        for victims in ([0], [1, 2], [0, 2]):
+            step, began = max(fleet.step_of(index) for index in range(3)), time.monotonic()
+            fleet.kill(*victims)
+            fleet.wait(lambda since=step: max(fleet.step_of(index) for index in range(3)) > since + 1)  # type: ignore[misc]
+            assert time.monotonic() - began < 10
+            fleet.start(*victims)
+            if victims == [0, 2]:
+                fleet.kill(2)  # while it joins
+                fleet.start(2)
+            fleet.wait(lambda: all(fleet.is_back(index) for index in range(3)))
+        fleet.finish(0, 1, 2)
+        one = undisturbed(tmp_path / "one", f"{flags} --save {tmp_path}/alone")
+        assert [*broken_promises(fleet, one)] == []
+        assert "left after step" in fleet.output()
+    assert saved_steps(tmp_path / "saved")[-1] == 120
+    (mine, state), (alone, other) = (checkpoint(tmp_path / name / "iter_0000120") for name in ("saved", "alone"))
+    assert max(float((mine[n] - alone[n]).abs().max()) for n in alone) < 1e-9
+    assert state["data"] == other["data"]
+    assert state["consumed_samples"] == other["consumed_samples"] == 720
+    more = start(tiny_run(tmp_path / "more", f"{flags} --train-iters 122 --load {tmp_path}/saved"))
+    assert more.status == 0
+    assert "step 120" in more.out
+
+
+def test_a_lost_server_ends_replicas_with_the_last_step_saved(tmp_path: Path) -> None:
+    flags = f"{BASE} --train-iters 4000 --save-interval 2000 --elastic-timeout 2 --save {tmp_path}/saved"
+    with Fleet(tmp_path / "run", flags, 2) as fleet:
+        fleet.start(0, 1)
+        fleet.wait(lambda: min(fleet.step_of(0), fleet.step_of(1)) > 3)
+        fleet.server.stop()
+        assert set(fleet.wait_for_end(0, 1)) == {1}
+        assert "the replica server is gone" in fleet.output()
+        assert saved_steps(tmp_path / "saved") == [fleet.step_of(0)]
+
+
+def test_replicas_of_another_run_and_of_the_same_index_are_refused(tmp_path: Path) -> None:
+    flags = f"{BASE} --train-iters 4000 --elastic-timeout 1"
+    with Fleet(tmp_path / "run", flags, 2) as fleet:
+        fleet.start(0)
+        fleet.wait(lambda: fleet.step_of(0) > 0)
+        for more, code in (("--seed 7 --elastic-replica 1", "E955"), ("--elastic-replica 0", "E956")):
+            refused = start(tiny_run(tmp_path / code, f"{fleet.flags} {more}"))
+            assert refused.status == 2
+            assert code in refused.err
+        assert fleet.programs[0][0].poll() is None
+
+
+@pytest.mark.slow
+def test_a_stopped_replica_does_not_come_back_into_a_step(tmp_path: Path) -> None:
+    flags = f"{BASE} --train-iters 4000 --elastic-timeout 2 --save {tmp_path}/saved --save-interval 50"
+    with Fleet(tmp_path / "run", flags, 3, pause=0.02) as fleet:
+        fleet.start(0, 1, 2)
+        fleet.wait(lambda: all(fleet.is_back(index) for index in range(3)))
+        fleet.programs[0][0].send_signal(signal.SIGSTOP)
+        step = fleet.step_of(1)
+        fleet.wait(lambda: min(fleet.step_of(1), fleet.step_of(2)) > step + 3, 10.0)
+        fleet.programs[0][0].send_signal(signal.SIGCONT)
+        assert fleet.wait_for_end(0) == [1]
+        assert "went on without this one" in fleet.output()
+        fleet.start(0)
+        fleet.wait(lambda: fleet.is_back(0))
+        fleet.kill(0, 1, 2)
+        assert [*broken_promises(fleet, None)] == []
+
+
+@pytest.mark.slow
+def test_all_lost_at_once_resume_from_the_checkpoint(tmp_path: Path) -> None:
+    flags = f"{BASE} --train-iters 90 --elastic-timeout 2 --save {tmp_path}/saved --save-interval 20"
+    with Fleet(tmp_path / "run", flags, 2, pause=0.02) as fleet:
+        fleet.start(0, 1)
+        fleet.wait(lambda: fleet.step_of(0) > 45)
+        fleet.kill(0, 1)
+        fleet.start(0, 1)
+        fleet.finish(0, 1)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/0/steps.0.jsonl").read_text().splitlines()]
+    assert steps[-50:] == [*range(41, 91)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", SETUPS)
+def test_promises_in_every_setup(tmp_path: Path, setup: str) -> None:
+    run = make_run(tmp_path, setup, 1, 10, 2.0)
+    assert run.wrong == []
+    assert all(death.again is not None and death.again < 10 for death in run.deaths)
