@@ -23,7 +23,7 @@ from benchmarks.record import conditions, options, run, spread, spreads
 from megatron.arguments.cli import parse
 from megatron.distributed.comm import ALL_REDUCE, NO_CALL, Group, _Wait
 from megatron.distributed.launch import fake_process_group
-from megatron.distributed.places import ACTION, PLACE, Place
+from megatron.distributed.places import ACTION, PLACE, ProcessPlace
 from megatron.distributed.timing import NO_SPAN, Timers
 from megatron.pipeline.actions import Action
 from megatron.training.build import build_trainer
@@ -78,7 +78,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the calls of a step, their prices, and their share of its time."""
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
-    call, enter, begin = Place.call, Timers.enter, _Wait.__enter__
+    call, enter, begin = ProcessPlace.call, Timers.enter, _Wait.__enter__
 
     def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def act(*arguments: Any) -> Any:
@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
         step()
         with (
-            patch.object(Place, "call", counted("call of a collective", call)),
+            patch.object(ProcessPlace, "call", counted("call of a collective", call)),
             patch.object(Timers, "enter", counted("phase", enter)),
             patch.object(_Wait, "__enter__", counted("wait", begin)),
         ):

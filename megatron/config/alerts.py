@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,6 +22,8 @@ SECRET_PATH = re.compile(r"[/=](?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{16,}|/service
 
 def command_problems(command: str) -> Iterator[Problem]:
     """Yield a problem if a command is not one, or its program cannot be found."""
+    import shutil  # takes milliseconds, and is seldom needed
+
     try:
         words = shlex.split(command)
     except ValueError as error:

@@ -44,6 +44,9 @@ UNTRACKED = HEADER
 BACKGROUND = "background"
 """Axes of groups that other threads than the main one use."""
 
+FINISHING_SAVE = "finishing a save"
+"""Phase of a rank that has failed, and still waits for a save in progress."""
+
 UNNUMBERED = -1
 """Number of an awaited call that is not counted: exchanges, of which ranks may start different numbers."""
 
@@ -283,7 +286,7 @@ def decode(record: bytes) -> dict[str, Any]:
     for row in range(HEADER + ROW, HEADER + min(slots[ROWS], MAX_ROWS) * ROW, ROW):
         calls, awaited = slots[row + CALLS], slots[row + AWAITED]
         last = {}
-        for number in range(max(1, calls - RING + 1), calls + 1):
+        for number in range(max(1, calls - RING + 2), calls + 1):  # the oldest may be overwritten meanwhile
             at = row + ROW_HEADER + number % RING * ENTRY
             last[str(number)] = {**_call(_text(record, slots[at]), slots[at + 1]), "signature": slots[at + 2]}
         waiting = None

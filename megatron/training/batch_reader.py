@@ -200,8 +200,8 @@ class BatchReader(Component):
         ends = [place]  # after step ``taken``, the one before, ...
         while taken - len(ends) >= first and ends[-1] > first_place:
             ends.append(max(first_place, ends[-1] - self._batch_size_at(ends[-1] - 1)))
-        last, begin = ends[taken - stop], ends[-1]
-        places = self.source.skipped.places(np.array([begin, last - 1]))
+        numbers = self.source.stream_places("train", range(ends[-1], ends[taken - stop]))
+        places = self.source.skipped.places(np.array([numbers.start, numbers.stop - 1]))
         return int(places[0]), int(places[1]) + 1
 
     def step_places(self) -> list[range]:

@@ -54,7 +54,7 @@ from megatron.distributed.launch import (
 )
 from megatron.distributed.places import PLACE
 from megatron.pipeline.runtime import Pipeline
-from megatron.training.first_cause import consequences, count_consequence, is_first_failure
+from megatron.training.first_cause import DISK_SECONDS, consequences, count_consequence, is_first_failure, within
 from megatron.training.loggers.alerts import FAILURE, send_alert
 from megatron.training.loggers.run_folder import JsonLinesLogger
 from megatron.training.rank_log import claim_first_failure
@@ -406,7 +406,7 @@ class PeerWatchdog:
                     self._end_stuck()
                 if terminated and exit_at == math.inf and self.is_peer_gone():
                     exit_at = time.monotonic() + PEER_GRACE_SECONDS
-        if register_failure() and claim_first_failure():
+        if register_failure() and within(DISK_SECONDS, claim_first_failure, True):
             echo(f"error on rank {self._world.rank}: {LOST_CONTACT}", file=sys.stderr, flush=True)
             send_alert(FAILURE, f"rank {self._world.rank}: {LOST_CONTACT}", WATCHDOG_ALERT_SECONDS)
         os._exit(EXIT_SIGTERM)

@@ -6,10 +6,13 @@ beside the logs of the ranks. The others write their error into their own log, a
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from megatron.config.privacy import redact
 from megatron.config.text import counted
@@ -19,8 +22,13 @@ from megatron.training.rank_log import claim_first_failure, crashed_ranks, write
 LOST_COUNT, OTHER_COUNT = "failures: lost contact", "failures: errors of their own"
 """Keys of the store, which count the ranks that failed after the first one."""
 
-QUIET_SECONDS, COUNT_SECONDS = 0.3, 2.0
+QUIET_SECONDS, COUNT_SECONDS = 1.0, 3.0
 """Seconds without a further failure after which the first rank stops to count, and seconds that it counts at most."""
+
+DISK_SECONDS = 5.0
+"""Seconds that a failing rank waits for a disk."""
+
+T = TypeVar("T")
 
 VMSTAT = Path("/proc/vmstat")
 
@@ -36,18 +44,31 @@ _oom_kills_before = oom_kills()
 """When this process began."""
 
 
+def within(seconds: float, act: Callable[[], T], default: T) -> T:
+    """Return the result of an act on a disk, or ``default`` if it hangs, so that the launcher sees the failure."""
+    answers: list[T] = []
+    thread = threading.Thread(target=lambda: answers.append(act()), daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no memory for a thread
+        return default
+    thread.join(seconds)
+    return answers[0] if answers else default
+
+
 def is_first_failure(error: BaseException) -> bool:
     """Register a failure of this rank; return True if it is the first of all ranks, as far as that can be known."""
     if not register_failure():
         return False
-    claimed = claim_first_failure()
+    claimed = within(DISK_SECONDS, claim_first_failure, True)
     return claimed or not is_peer_lost(error)
 
 
 def count_consequence(error: BaseException) -> None:
     """Count a failure after the first one, and write it into the log of this rank."""
     add_to_count(LOST_COUNT if is_peer_lost(error) else OTHER_COUNT)
-    write_text(f"this rank failed after another one:\n{''.join(traceback.format_exception(error))}")
+    text = f"this rank failed after another one:\n{''.join(traceback.format_exception(error))}"
+    within(DISK_SECONDS, lambda: write_text(text), None)
 
 
 def consequences(error: BaseException, world_size: int, host: str) -> str:
@@ -57,7 +78,7 @@ def consequences(error: BaseException, world_size: int, host: str) -> str:
     """
     at, lines = time.strftime("%Y-%m-%d %H:%M:%S %z"), list[str]()
     if is_peer_lost(error):
-        lines += crashed_ranks(world_size)
+        lines += within(DISK_SECONDS, lambda: crashed_ranks(world_size), [])
         if killed := oom_kills() - _oom_kills_before:
             lines.append(f"processes that the kernel of {host} has killed since the start for want of memory: {killed}")
     lost, others = _count(world_size)

@@ -195,6 +195,7 @@ class NodeCheckpoints:
         own = applies_to_own_checkpoints(options)
         step, mode = (options.ckpt_step, options.resume_mode) if own else (None, "exact")
         rewinds = source.rewinds if isinstance(source, ResumeSource) else self._read_rewinds()
+        self.usable.clear()  # of an earlier phase of this start
         for checkpoint in found:
             path = self.path(checkpoint.iteration)
             if problem := self._problem(checkpoint, step, rewinds):

@@ -82,6 +82,7 @@ def read_only_config(config: RunConfig) -> RunConfig:
         config,
         checkpoint=read_only_options(config.checkpoint),
         logging=LoggingConfig(log_interval=config.logging.log_interval),
+        reliability=replace(config.reliability, replay_check=None),
         training=training,
     )
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import publish_text, read_texts, write_flight_record
-from megatron.distributed.places import BEAT, FAILED, LEFT, PLACE, REPORTED, read_all
+from megatron.distributed.places import BEAT, FAILED, FINISHING_SAVE, LEFT, PHASE, PLACE, REPORTED, read_all
 from megatron.training.incidents import Incident, record_incident
 from megatron.training.stalls import (
     Stall,
@@ -29,7 +29,6 @@ from megatron.training.stalls import (
     explain_stall,
     find_mismatch,
     incident_facts,
-    is_ended,
     obstacle,
 )
 
@@ -47,6 +46,9 @@ REARM_SECONDS = 5.0
 
 COMPARE_SECONDS = 2.0
 """Seconds between two comparisons of collectives with those of a neighbour."""
+
+MIN_SUSPECTS = 4
+"""Comparisons in a row that find a difference, because a neighbour may write its record while it is read."""
 
 NO_RAISE_SECONDS = 3.0
 """Seconds after the timeout in which a collective of gloo has raised."""
@@ -78,7 +80,9 @@ class StallWatch:
 
     @property
     def still(self) -> float:
-        """Seconds without progress."""
+        """Seconds without progress; 0 while a rank that has failed waits for a save in progress."""
+        if PLACE.slots[PHASE] == PLACE.text(FINISHING_SAVE):
+            return 0.0
         return time.monotonic() - self._since
 
     def poll(self) -> None:
@@ -113,7 +117,7 @@ class StallWatch:
         return current_stall(self._world) if self._differs() else None
 
     def _differs(self) -> bool:
-        """Return True if collectives differ from those of the next rank of this machine, in two comparisons."""
+        """Return True if collectives differ from those of the next rank of this machine, in several comparisons."""
         if not PLACE.peers or time.monotonic() < self._compared + COMPARE_SECONDS:
             return False
         next_rank = min(PLACE.peers, key=lambda rank: (rank < self._world.rank, rank))
@@ -121,8 +125,8 @@ class StallWatch:
         if find_mismatch(places) is None:
             self._suspects, self._compared = 0, time.monotonic()
             return False
-        self._suspects += 1  # the neighbour may have been writing
-        return self._suspects > 1
+        self._suspects += 1
+        return self._suspects >= MIN_SUSPECTS
 
     def answer(self) -> None:
         """Publish this rank's place, and those of ranks of this machine that cannot, for ranks of other machines."""
@@ -132,7 +136,7 @@ class StallWatch:
         if not self._has_stacks:
             write_stacks()
         publish_place(self._world.rank, {**PLACE.read(), "stacks": own_stacks()})
-        answering = [rank for rank, peer in PLACE.peers.items() if not obstacle(peer.read(), self._timeout)]
+        answering = [rank for rank, peer in PLACE.peers.items() if not obstacle(peer.read(), PLACE.timeout)]
         if self._world.rank < min(answering, default=self._world.size):
             for rank in PLACE.peers.keys() - {*answering}:
                 publish_place(rank, peer_place(rank))
@@ -179,7 +183,7 @@ def peer_place(rank: int) -> dict[str, Any]:
 
 def is_peer_failed() -> bool:
     """Return True if another rank of this machine has failed, or has ended without leaving the run."""
-    return any(peer.slot(FAILED) or is_ended(peer.read()) for peer in PLACE.peers.values())
+    return any(peer.slot(FAILED) or not (peer.slot(LEFT) or peer.state()) for peer in PLACE.peers.values())
 
 
 def gather_places(world: Group) -> dict[int, dict[str, Any]]:

@@ -197,7 +197,7 @@ def run_case(
     """Run a case, and wait for the end of all ranks; those that are left are killed."""
     folder.mkdir(parents=True, exist_ok=True)
     flags = (
-        f"{layout} --train-iters 400 --log-interval 400 --micro-batch-size 1 --distributed-timeout-minutes {minutes}"
+        f"{layout} --train-iters 2000 --log-interval 400 --micro-batch-size 1 --distributed-timeout-minutes {minutes}"
     )
     flags += f" --save {folder}/saved --save-interval 3" if name == "disk" else ""
     port, ranks = free_port(), list[ForkedProgram]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import random
 import re
@@ -16,9 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.config.reliability import ReliabilityConfig
 from megatron.distributed.launch import FAILED_KEY, read_texts
 from megatron.training import first_cause
 from megatron.training.failure_report import report_failure
+from megatron.training.loggers.alerts import alerts_of
 from megatron.training.rank_log import rank_log
 from tests.kit.processes import ForkedProgram, free_port
 
@@ -35,7 +38,8 @@ def fork_ranks(count: int, act: Callable[[int], None], run_dir: str) -> list[int
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
         status = 1
         try:
-            with rank_log(run_dir, rank, count, os.environ):
+            alerts = alerts_of(ReliabilityConfig(alert_command="true"), run_dir)
+            with alerts, rank_log(run_dir, rank, count, os.environ):
                 try:
                     act(rank)
                     status = 0
@@ -90,6 +94,8 @@ def test_many_failures_are_one_report_and_a_count(tmp_path: Path, count: int) ->
     assert all("RuntimeError: one of its own" in log for rank, log in logs.items() if rank % 8 == 1 and rank != culprit)
     assert "this rank failed after another one:" in logs[0]
     assert len((run / "failures.jsonl").read_text().splitlines()) == 1
+    (alert,) = map(json.loads, (run / "alerts.jsonl").read_text().splitlines())
+    assert (alert["event"], alert["text"]) == ("failure", f"rank {culprit}: ValueError: the first cause")
 
 
 def connected(count: int, victim: int, how: str, port: int, hosts: bool, run_dir: str) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,13 +14,16 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_map
 
+from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import explain_nonfinite
 from megatron.training.trainer import Trainer
-from tests.distributed.detect import DP2, TP2, TP2_SP
+from tests.distributed.detect import DP2, MOE_EP2, TP2, TP2_SP
+from tests.distributed.detect_experts import HEADS_CP2
 from tests.kit.cases import Case, batches_of, pipeline
 from tests.kit.pool import Pool
+from tests.kit.runs import column, start, tiny_run
 
 NAN = float("nan")
 FC1, FC2, FC1_0 = "layers.1.mlp.linear_fc1", "layers.1.mlp.linear_fc2", "layers.0.mlp.linear_fc1"
@@ -68,7 +73,7 @@ def explained(rank: int, world_size: int, case: Case, damages: tuple[Damage, ...
     for at, damage, part in damages:
         if at == rank:
             damage(trainer, *part)
-    return explain_nonfinite(trainer, batches_of(trainer, case, 0))
+    return explain_nonfinite(trainer, trainer.complete(batches_of(trainer, case, 0)))
 
 
 CASES: dict[str, tuple[Case, tuple[Damage, ...], str]] = {
@@ -94,6 +99,21 @@ CASES: dict[str, tuple[Case, tuple[Damage, ...], str]] = {
         DP2,
         ((0, bad_gradient, (FC1,)), (1, bad_output, ("layers.1", 0))),
         "rank 1: output of layers.1, micro-batch 0, samples [2, 3]",
+    ),
+    "tp2, a replicated activation on one rank": (
+        TP2,
+        ((1, bad_weight, ("layers.1.input_layernorm",)),),
+        "rank 1: output of layers.1.input_layernorm, micro-batch 0, samples [0, 1]",
+    ),
+    "ep2, experts of one rank": (
+        MOE_EP2,
+        ((1, bad_weight, ("layers.1.mlp.experts.linear_fc1",)),),
+        "rank 1: output of layers.1.mlp.experts.linear_fc1, micro-batch 0, samples [2, 3]",
+    ),
+    "cp2, a head of further tokens": (
+        HEADS_CP2,
+        ((1, bad_weight, ("heads.depths.0.eh_proj",)),),
+        "rank 1: output of mtp.layers.0.eh_proj, micro-batch 0, samples [0, 1]",
     ),
     "pp2, gradient of the first stage": (
         PP2,
@@ -133,6 +153,24 @@ def test_the_first_cause_is_named(pool: Pool, name: str) -> None:
 def test_a_nonfinite_value_that_does_not_recur_is_reported_as_such(pool: Pool) -> None:
     (printed, _) = pool.run(2, explained, DP2, ())
     assert printed.startswith("the loss or gradient of step 1 is not finite, but all values before the sum")
+
+
+def test_empty_masks_are_no_incident(pool: Pool, tmp_path: Path) -> None:
+    """Nothing is divided by 0: the loss and all gradients of such a step are 0."""
+    config = tiny_run(tmp_path, "--params-dtype fp64 --train-iters 2 --on-nonfinite stop", 2)
+    assert pool.run(2, masked_run, config) == [(0, ""), (0, "")]
+    assert column(tmp_path, "grad-norm") == [0, 0]
+
+
+def masked_run(rank: int, world_size: int, config: RunConfig) -> tuple[int | None, str]:
+    original = Trainer.next_batches
+
+    def next_batches(trainer: Trainer) -> Any:
+        return [replace(batch, loss_mask=batch.loss_mask * 0) for batch in original(trainer)]
+
+    with patch.object(Trainer, "next_batches", next_batches):
+        outcome = start(config, None, rank, world_size)
+    return outcome.status, outcome.err
 
 
 def explained_twice(rank: int, world_size: int, case: Case) -> tuple[str, bool]:

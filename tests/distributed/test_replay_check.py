@@ -115,7 +115,7 @@ def corrupt(folder: Path, flags: str = "", step: int = 5, **patches: Any) -> int
     """Run with a bit that flips in an activation; return 1 after an error, None if the run was killed."""
     text = COMMON.replace("--on-corruption report", "") + f" {SAVES} {flags}".format(folder)
     config = tiny_run(folder / "run", text)
-    with patch.multiple(component, **patches):
+    with patch.multiple(component, DEVICE="device", **patches):
         try:
             run_rank(0, 1, config, [Fault(step, 0, "activation", 7)])
         except RuntimeError:

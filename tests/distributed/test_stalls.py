@@ -33,8 +33,8 @@ SHORT = {"SIGSTOP": (2, 0), "native": (3, 2), "size": (2, 0)}
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     folder = tmp_path_factory.mktemp("stalls")
     return {
-        name: run_case(name, RANKS, rank, MINUTES, folder / name, "--global-batch-size 6")
-        for name, rank in SHORT.items()
+        name: run_case(name, size, rank, MINUTES, folder / name, "--global-batch-size 6")
+        for name, (size, rank) in SHORT.items()
     }
 
 

@@ -20,7 +20,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # if this checkout is not installed
@@ -71,14 +70,14 @@ def _measure(options: argparse.Namespace, flags: Sequence[str], launch: Launch) 
     from megatron.training.build_model import choose_device
     from megatron.training.failure_report import host_name
     from megatron.training.metrics import device_name
-    from tools.cluster_check.network import accelerator_row, measure_network, pair_lines
+    from tools.cluster_check.network import TIMEOUT, accelerator_row, measure_network, pair_lines
 
     if launch.world_size == 1:
         fixes = ("torchrun --nproc-per-node 2 tools/cluster_check",)
         raise UserError([Problem("E202", "a network needs at least two ranks", fixes)])
     config, device = _config(flags, launch.world_size), choose_device(options.device)
     accelerator = _accelerator(options.gpu, device_name(device))
-    init_distributed(None, timedelta(minutes=5), device)
+    init_distributed(None, TIMEOUT, device)
     world = world_group(launch.rank, launch.world_size)
     hosts = comm.all_gather_objects(host_name(os.environ), world)
     size = min(Counter(hosts).values())

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,9 @@ SIZES = {"cuda": (2**-10, 2**-4, 1.0, 16.0, 256.0), "cpu": (2**-10, 2**-4, 1.0, 
 
 PAIR_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}
 """Bytes of a long message between two ranks; a short one has 8."""
+
+TIMEOUT = timedelta(minutes=5)
+"""Of every collective of the check."""
 
 PAIR_TIMES = 10
 """Messages of a pair in each direction."""
@@ -118,7 +122,7 @@ def _create(world: Group, ranks: RankGroup) -> Group:
     block = ranks.size * ranks.stride
     for first in (b + i for b in range(0, world.size, block) for i in range(ranks.stride)):
         members = tuple(range(first, first + block, ranks.stride))
-        handle = comm.new_group(members, None, "cluster check")
+        handle = comm.new_group(members, TIMEOUT, "cluster check")
         if world.rank in members:
             mine = Group(members, members.index(world.rank), handle)
     comm.open_communicator(mine.handle)

@@ -64,7 +64,8 @@ def run_hours(record: RunRecord) -> RunHours:
     before: Start | None = None
     for place, start in enumerate(record.starts):
         begins = max(end, began_at(start, end))
-        continues = before is not None and not before.ending and not start.start_up and phase(start) != phase(before)
+        same_process = before is not None and not before.ending and not start.start_up.get("python")
+        continues = same_process and phase(start) != phase(before)
         ending = "" if before is None else before.ending
         gap = "start-up" if continues or ending == "rewind" else "waiting" if ending else "unrecorded"
         hours.parts[gap] += begins - end
@@ -88,7 +89,7 @@ def _add_start(hours: RunHours, start: Start, begins: float, kept: float, lost: 
     """Add the parts of one start; what is not known is ``other``."""
     wall = max(begins, start.end) - begins
     ready = min(start.start_up_time - start.start_up.get("first step", 0.0), begins + wall)
-    if not start.start_up and kept + lost:  # a phase continues in the same process
+    if not start.start_up and kept + lost:  # the record is lost
         ready = max(start.time, begins)
     parts = {
         "training": kept,
@@ -123,9 +124,9 @@ def began_at(start: Start, earliest: float) -> float:
     return max(earliest, min(start.time, begun))
 
 
-def phase(start: Start) -> object:
+def phase(start: Start | None) -> object:
     """Return the phase of a start; None without phases."""
-    return start.facts.get("phase")
+    return None if start is None else start.facts.get("phase")
 
 
 def _steps_before(record: RunRecord, name: str) -> np.ndarray:

@@ -284,11 +284,13 @@ def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> NonFinit
         tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         outputs.append((stage, name, all(bool(t.isfinite().all()) for t in tensors)))
 
+    global_names = {weight: name.rpartition(".")[0] for name, weight in trainer.params.items()}
     trainer.buckets.start_step(len(batches))
     with trainer.buckets.without_reduction(), ExitStack() as hooks:
         for stage, chunk in trainer.chunks.items():
-            for name, module in chunk.named_modules():
-                hook = partial(record_output, stage, name or f"stage {stage}")
+            for place, module in chunk.named_modules():
+                own = [global_names[weight] for weight in module.parameters(recurse=False) if weight in global_names]
+                hook = partial(record_output, stage, own[0] if own else place or f"stage {stage}")
                 hooks.enter_context(module.register_forward_hook(hook))
         for i, batch in enumerate(batches):
             outputs.clear()

@@ -188,7 +188,7 @@ class AlertLogger:
     def event(self, step: int, kind: str, fields: Metrics) -> None:
         """Alert on stops and incidents. A failure is sent by the rank that failed first."""
         self._step = step
-        self._ended = self._ended or kind in ("stop", "error")
+        self._ended = self._ended or kind in ("stop", "error", "rewind")
         if kind == "stop":
             self._alerts.send(STOP, fields["text"], step)
         elif kind == "evaluation":

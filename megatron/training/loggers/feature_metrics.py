@@ -136,6 +136,7 @@ POWER_METRICS = {
 
 UPDATE_METRICS = {
     "spikes-skipped": Metric("steps", "window: those of them with a finite gradient that was an outlier"),
+    "rewinds": Metric("", "times that the run has gone back, with `rewind:N`"),
 }
 """Metrics of updates that are left out."""
 

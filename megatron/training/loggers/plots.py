@@ -97,7 +97,7 @@ def draw_runs(runs: Mapping[str, RunHistory], out: Path) -> None:
     """Draw the loss of each run over tokens (raw faint, smoothed bold, evaluations as points) above its learning rate.
 
     The keys are the names of the runs. A single run also gets its batch size, and vertical lines for skipped updates,
-    restarts and errors. Raises as :func:`open_figure`.
+    restarts, rewinds and errors. Raises as :func:`open_figure`.
     """
     single = len(runs) == 1
     with open_figure(out, 9, 5.4) as figure:
@@ -232,7 +232,7 @@ def _draw_batch_size(rate: Axes, points: Sequence[HistoryPoint]) -> None:
 
 
 def _draw_incidents(axes: Axes, run: RunHistory) -> None:
-    """Draw a vertical line at each skipped update, restart and error."""
+    """Draw a vertical line at each skipped update, restart, rewind and error."""
     skipped = [
         point.tokens - (point.iteration - step) * point.tokens_per_step
         for point in run.train
@@ -241,6 +241,7 @@ def _draw_incidents(axes: Axes, run: RunHistory) -> None:
     for noun, positions, color, dashes in (
         ("skipped update", skipped, SKIPPED_COLOR, "solid"),
         ("restart", run.restarts, "#52606d", "dashed"),
+        ("rewind", run.rewinds, "#7c3aed", "dashdot"),
         ("error", run.errors, "#111827", "dotted"),
     ):
         if positions:

@@ -335,8 +335,10 @@ class RunHistory:
 
     points: dict[tuple[str, int], HistoryPoint] = field(default_factory=dict)  # by name and iteration
     restarts: list[int] = field(default_factory=list)  # in consumed tokens
+    rewinds: list[int] = field(default_factory=list)  # where the run goes on after it went back, in consumed tokens
     errors: list[int] = field(default_factory=list)  # in consumed tokens
     unreadable: list[int] = field(default_factory=list)  # line numbers; a crash can cut a line off
+    _goes_back: bool = False  # the next start continues from an earlier step of the same start
 
     def add(self, line: dict[str, Any]) -> None:
         """Add the next line of the file; an evaluation that a restart repeated replaces the earlier one."""
@@ -346,8 +348,13 @@ class RunHistory:
             self.points = {key: point for key, point in self.points.items() if point.iteration <= iteration}
             self.restarts = [at for at in self.restarts if at < tokens]
             self.errors = [at for at in self.errors if at <= tokens]
-            if self.train and self.train[-1].line.get("phase") == line.get("phase"):  # else a phase begins
+            if self._goes_back:
+                self.rewinds = [*(at for at in self.rewinds if at < tokens), tokens]
+            elif self.train and self.train[-1].line.get("phase") == line.get("phase"):  # else a phase begins
                 self.restarts.append(tokens)
+            self._goes_back = False
+        elif line.get("event") == "rewind":
+            self._goes_back = True
         elif line.get("event") == "error":
             self.errors.append(int(line["consumed-tokens"]))
         elif "event" not in line and (name := point_name(line)):

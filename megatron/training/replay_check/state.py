@@ -157,7 +157,7 @@ class GatherCheck:
                     for buffer in buffers
                 ]
             )
-            owned = comm.all_gather(rows[:, group.rank].contiguous(), group).view(group.size, -1).t()
+            owned = comm.all_gather(torch.stack([*rows[:, group.rank]]), group).view(group.size, -1).t()
             flags.append((rows != owned).flatten())
             places += [(buffer, source) for buffer in buffers for source in range(group.size)]
         return Flags(torch.cat(flags), lambda found: (self._describe(*places[i]) for i in found))

@@ -14,11 +14,25 @@ def test_the_flag_reference_is_up_to_date() -> None:
 
 def test_every_code_is_explained_and_no_other() -> None:
     used = set[str]()
-    for path in (*(ROOT / "megatron").rglob("*.py"), *(ROOT / "tools").glob("*.py")):
+    for path in (each for top in ("megatron", "tools", "tasks") for each in (ROOT / top).rglob("*.py")):
         used |= set(re.findall(r'(?:"|^ *)(E\d{3})\b', path.read_text(), re.MULTILINE))
     explained = re.findall(r"^## (E\d{3}) \S", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
     assert explained == sorted(set(explained)), "in order, each once"
     assert set(explained) == used
+
+
+def test_every_entry_explains_and_has_a_way_out() -> None:
+    """The message has what is wrong; the entry has why, and a flag, a command or a sentence on what to do."""
+    entries = re.split(r"^## (?=E\d{3} )", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.MULTILINE)[1:]
+    assert [entry.split("\n")[0] for entry in entries if not explains(entry)] == []
+    assert not explains("E007 unknown preset\n[flags.md](flags.md) lists the presets.\n")
+    assert not explains("E102 heads\nEvery head serves the same number of heads, and no head serves none.\n")
+
+
+def explains(entry: str) -> bool:
+    """Return True if an entry has two sentences, and something to type or to do."""
+    text = " ".join(entry.split("\n", 1)[1].split())
+    return len(re.findall(r"[.:;](?: |$)", text)) > 1 and ("`" in text or "Fix: " in text)
 
 
 def test_codes_that_only_the_start_reports_are_listed() -> None:

@@ -24,6 +24,7 @@ from megatron.training.incidents import Incident, record_incident
 from tests.kit.browser import Browser, find_browser, open_browser
 from tests.kit.runs import before_step, kill, records, start, tiny_run
 from tools.lib.charts import Mark, merge_marks, thin
+from tools.lib.report_facts import happenings
 from tools.lib.report_page import PageOptions, page_around, report_body, report_page
 from tools.lib.report_server import LOOPBACK, LivePage, make_server
 from tools.lib.run_hours import run_hours
@@ -42,6 +43,7 @@ class LogWriter:
         self.folder = folder
         self.now, self.step, self.lines = 1e9, 0, list[str]()
         self.ledger: dict[str, float] = {}
+        self.facts: dict[str, str] = {}
         self.since_line: list[tuple[int, float]] = []  # steps and their seconds since the last line
         self.logged: list[tuple[int, float]] = []  # all of the log, those taken again included
 
@@ -66,7 +68,7 @@ class LogWriter:
         self.step, self.since_line = step, []
         for seconds in phases.values():
             self.spend("start-up", seconds)
-        self.write(event="start", **{"world-size": 4})
+        self.write(event="start", **{"world-size": 4, **self.facts})
         self.take(first_step)
         self.write(event="start-up", seconds=0, phases={**phases, "first step": first_step}, slowest={})
 
@@ -136,6 +138,33 @@ def test_hours_are_those_of_the_ledger_and_sum_to_the_wall_clock(tmp_path: Path,
     assert hours.rank_seconds == pytest.approx(
         4 * (hours.total - hours.parts["unrecorded"] - hours.parts["waiting"]), abs=1e-2
     )
+
+
+def test_building_the_next_phase_in_the_same_process_is_start_up(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path)
+    log.begin(0, {"python": 1.0, "data": 2.0}, 2.0)
+    log.log()
+    log.spend("start-up", 3.0)  # before it opens its log
+    log.facts = {"phase": "anneal"}
+    log.begin(1, {"python": 0.0, "data": 4.0}, 1.0)
+    log.log(phase="anneal")
+    parts = run_hours(read_record(tmp_path)).parts
+    assert (parts["start-up"], parts["training"], parts["unrecorded"]) == pytest.approx((10.0, 3.0, 0.0))
+
+
+def test_a_rewind_loses_steps_and_builds_again(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path)
+    log.begin(0, {"python": 1.0}, 2.0)
+    log.take(1.0, 1.0, 1.0)
+    log.log()
+    log.write(event="rewind", text="goes back from step 4 to step 2")
+    log.spend("start-up", 5.0)
+    log.begin(2, {"python": 0.0, "checkpoint": 2.0}, 1.0)
+    log.log()
+    record = read_record(tmp_path)
+    parts = run_hours(record).parts
+    assert (parts["start-up"], parts["lost"], parts["unrecorded"]) == pytest.approx((8.0, 2.5, 0.0))
+    assert [each.kind for each in happenings(record)] == ["rewind"]
 
 
 def test_a_line_that_a_restart_takes_again_in_part_is_lost_in_part(tmp_path: Path) -> None:

@@ -75,18 +75,18 @@ def test_smoothing_keeps_straight_lines_and_calms_noise() -> None:
 def test_a_run_is_drawn_with_all_that_happened_to_it(tmp_path: Path, drawn: list[Figure]) -> None:
     """SVG keeps texts apart, so the legend can be read back."""
     made = history(40)
-    made.restarts, made.errors = [1500], [2500]
+    made.restarts, made.rewinds, made.errors = [1500], [2000], [2500]
     with rc_context({"svg.fonttype": "none"}):
         draw_runs({"my run": made}, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     legend = ("training, smoothed: 2.2", "(last raw value 2.200)", "validation: 2.500")
-    verticals = ("1 skipped update<", "1 restart<", "1 error<")
+    verticals = ("1 skipped update<", "1 restart<", "1 rewind<", "1 error<")
     for words in (*legend, *verticals, "my run", "40 steps, 4.00K tokens", "learning rate", "batch size"):
         assert words in text
     (figure,) = drawn
     loss, rate, batch = figure.axes
-    (skipped, restart, error) = (segments[0][0][0] for c in loss.collections if (segments := c.get_segments()))
-    assert (skipped, restart, error) == (700, 1500, 2500)
+    (skipped, restart, rewind, error) = (segments[0][0][0] for c in loss.collections if (segments := c.get_segments()))
+    assert (skipped, restart, rewind, error) == (700, 1500, 2000, 2500)
     (line,) = batch.lines
     assert line.get_drawstyle() == "steps-post"
     assert max(line.get_ydata()) == 8

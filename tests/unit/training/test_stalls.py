@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from megatron.distributed.places import AWAITED, BACKGROUND, PHASE, STEP, Place
+from megatron.distributed.places import AWAITED, BACKGROUND, PHASE, STEP, ProcessPlace
 from megatron.training.stalls import Stall, awaited_call, describe, explain_stall, missing_ranks
 
 
 def recorded(calls: Sequence[tuple[str, Sequence[int], str, int]], awaited: bool, step: int = 3) -> dict[str, Any]:
     """The place of a rank after calls (axes, ranks, operation, count), the last of which it waits for."""
-    place, rows = Place(), dict[tuple[str, tuple[int, ...]], int]()
+    place, rows = ProcessPlace(), dict[tuple[str, tuple[int, ...]], int]()
     place.slots[STEP], place.slots[PHASE] = step, place.text("batch-generator")
     for number, (axes, ranks, operation, count) in enumerate(calls):
         key = axes, tuple(ranks)
@@ -117,7 +117,7 @@ def test_ranks_that_have_all_called_are_not_blamed() -> None:
 
 
 def test_what_background_threads_wait_for_comes_last() -> None:
-    place, world = Place(), [0, 1]
+    place, world = ProcessPlace(), [0, 1]
     for axes in (BACKGROUND, "dp"):
         row = place.new_row(axes, world)
         place.slots[row + AWAITED] = place.call(row, "all-gather", axes, "torch.int64", 4)
@@ -128,7 +128,7 @@ def test_what_background_threads_wait_for_comes_last() -> None:
 
 
 def test_groups_of_the_same_ranks_are_told_apart() -> None:
-    place = Place()
+    place = ProcessPlace()
     rows = [place.new_row("tp", range(100, 4, -3)) for _ in range(2)]
     place.call(rows[1], "broadcast", "tp", "torch.float32", 1)
     first, second = place.read()["groups"]
