@@ -78,6 +78,7 @@ class Run:
     setup: str
     deaths: list[Death] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)  # starts that ended by themselves, and started again
 
 
 def strike(fleet: Fleet, random: Random, run: Run, stopped: dict[int, float]) -> None:
@@ -110,6 +111,11 @@ def strike(fleet: Fleet, random: Random, run: Run, stopped: dict[int, float]) ->
 
 def wake(fleet: Fleet, run: Run, stopped: dict[int, float]) -> None:
     """Continue replicas that were stopped for long enough; they must end by themselves, and start again."""
+    for index in range(fleet.count):
+        statuses = [program.poll() for program in fleet.programs[index]]
+        if index not in stopped and None not in statuses:  # it could not join, because its source was lost
+            run.ended.append(f"{fleet.names[index]} {statuses}")
+            fleet.start(index)
     for index, since in [*stopped.items()]:
         if time.monotonic() < since + 2 * TIMEOUT:
             continue
@@ -161,7 +167,11 @@ def make_run(folder: Path, setup: str, seed: int, deaths: int, pace: float) -> R
             while stopped:
                 time.sleep(0.1)
                 wake(fleet, run, stopped)
-            fleet.wait(lambda: all(fleet.is_back(index) for index in range(count)))
+            until = time.monotonic() + 60.0
+            while not all(fleet.is_back(index) for index in range(count)) and time.monotonic() < until:
+                time.sleep(0.1)
+                wake(fleet, run, stopped)
+            fleet.wait(lambda: all(fleet.is_back(index) for index in range(count)), 0.0)
             taken = max(fleet.step_of(index) for index in range(count))
             fleet.kill(*range(count))
             measure(fleet, run)
@@ -185,7 +195,7 @@ def report(runs: Sequence[Run], command: str) -> list[str]:
     lines = [
         f"{command}, {datetime.date.today()}",
         f"{len(deaths)} replicas lost in {len(runs)} runs; {len(wrong)} wrong, {len(late)} later than "
-        f"{LIMIT_SECONDS:g} s",
+        f"{LIMIT_SECONDS:g} s; {sum(len(run.ended) for run in runs)} starts could not join and started again",
         "",
         f"{'':<28}{'deaths':>7}   seconds until two steps later    seconds until the replica trains again",
         f"{'':<28}{'':>7}   {'median':>7}{'95 %':>7}{'99 %':>7}{'most':>7}    {'median':>7}{'95 %':>7}{'most':>7}",

@@ -183,7 +183,7 @@ class ElasticReplica(Component):
         trainer, replicas, began = self.trainer, self._connected(), time.monotonic()
         mine = self._contribution(losses, tokens, self._numbers(len(trainer.reader.step_places())))
         trainer.reader.digest_read = self._read_before  # an error leaves the state after the last step
-        total, decision = None, "abort"
+        total = None
         try:
             total = self._exchange(mine, replicas.group(self._members))
         except ReplicaError:
@@ -198,15 +198,17 @@ class ElasticReplica(Component):
         if decision == "abort":
             replicas.break_group()
             self._aborted += 1
-            mine, total = self._repeat(mine)
+            total = self._repeat(mine)
         self._is_open = decision != "commit"  # after an abort, others may wait to return
-        self._check_samples(mine if total is None else total)
-        self._apply(total or mine, losses)
+        if total is None:
+            raise RuntimeError("a step was committed without the sums of this rank")
+        self._check_samples(total)
+        self._apply(total, losses)
         self._steps += 1
         self._seconds += time.monotonic() - began
 
-    def _repeat(self, mine: Contribution) -> tuple[Contribution, Contribution]:
-        """Attempt the step with those that are left until it is committed; return this rank's part and the sums."""
+    def _repeat(self, mine: Contribution) -> Contribution:
+        """Attempt the step with those that are left until it is committed; return the sums."""
         replicas, facts = self._connected(), self._facts(within_step=True)
         for _ in range(MAX_FAILURES + self.count):
             facts["numbers"] = mine.numbers
@@ -214,7 +216,7 @@ class ElasticReplica(Component):
             try:
                 if self.options.elastic_batch == "keep":
                     self._compute_missing(members, mine)
-                total = self._exchange(mine, replicas.group(members), members)
+                total = self._exchange(mine, replicas.group(members))
             except ReplicaError:
                 raise
             except RuntimeError as error:
@@ -226,7 +228,7 @@ class ElasticReplica(Component):
                 replicas.vote(members)
             if replicas.decide(members) and total is not None:
                 self._accept(members)
-                return mine, total
+                return total
             self._aborted += 1
         raise ReplicaError(f"{counted(MAX_FAILURES, 'exchange')} in a row failed, although replicas are alive")
 
@@ -265,7 +267,7 @@ class ElasticReplica(Component):
         return Contribution([(shard * weight.to(shard.dtype)).cpu() for shard in shards], sums, numbers)
 
     @torch.no_grad()
-    def _exchange(self, mine: Contribution, group: Group, members: Sequence[Member] = ()) -> Contribution:
+    def _exchange(self, mine: Contribution, group: Group) -> Contribution:
         """Return the sums over the group, the same bits on all ranks; ``mine`` stays as it is."""
         sums = comm.all_gather(mine.sums, group).view(group.size, -1)
         gradients = [
