@@ -117,6 +117,14 @@ WORDS = {
 """Values of options whose words have a form."""
 
 
+CHOICES = {
+    "grad_compression": ["none", "powersgd:4", "topk:1e-3", "int8"],
+    "on_spike": ["log", "rewind:7"],
+    "on_nonfinite": ["skip", "rewind:7"],
+}
+"""Values of options of one word that has a form."""
+
+
 def _some_value(setting: Setting, dice: random.Random) -> Any:
     def scalar() -> Any:
         if setting.option.choices:
@@ -127,10 +135,8 @@ def _some_value(setting: Setting, dice: random.Random) -> Any:
             return dice.choice(["4", "([0]*3+[1]*1)*9", "[1, 0]"])
         if setting.name in ("hybrid_layer_pattern", "mtp_hybrid_override_pattern"):
             return dice.choice(["*", "-", "-*", "+E"])
-        if setting.name == "grad_compression":
-            return dice.choice(["none", "powersgd:4", "topk:1e-3", "int8"])
-        if setting.name in ("on_spike", "on_nonfinite"):
-            return dice.choice(["skip", "rewind:7"])
+        if setting.name in CHOICES:
+            return dice.choice(CHOICES[setting.name])
         makers = {
             bool: lambda: dice.random() < 0.5,
             int: lambda: dice.randrange(-(10**12), 10**12),
