@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -110,7 +111,7 @@ def strike(fleet: Fleet, random: Random, run: Run, stopped: dict[int, float]) ->
 
 
 def wake(fleet: Fleet, run: Run, stopped: dict[int, float]) -> None:
-    """Continue replicas that were stopped for long enough; they must end by themselves, and start again."""
+    """Continue replicas that were stopped for long enough, which end by themselves, and start what has ended."""
     for index in range(fleet.count):
         statuses = [program.poll() for program in fleet.programs[index]]
         if index not in stopped and None not in statuses:  # it could not join, because its source was lost
@@ -122,11 +123,17 @@ def wake(fleet: Fleet, run: Run, stopped: dict[int, float]) -> None:
         programs = fleet.programs[index]
         for program in programs:
             program.send_signal(signal.SIGCONT)
-        fleet.wait_for_end(index)
-        if 0 in [program.poll() for program in programs]:
-            run.wrong.append(f"replica {index} was stopped, and ended as if it had not been")
+        step = fleet.step_of(index)
+        ends = partial(_ends_or_goes_on, fleet, index, step)
+        fleet.wait(ends)  # it may go on if the others have not missed it yet
         del stopped[index]
-        fleet.start(index)
+        if fleet.step_of(index) <= step:
+            fleet.wait_for_end(index)
+            fleet.start(index)
+
+
+def _ends_or_goes_on(fleet: Fleet, index: int, step: int) -> bool:
+    return fleet.step_of(index) > step or all(program.poll() is not None for program in fleet.programs[index])
 
 
 def measure(fleet: Fleet, run: Run) -> None:
