@@ -190,7 +190,7 @@ def make_run(folder: Path, setup: str, seed: int, deaths: int, pace: float) -> R
                 one = undisturbed(folder / "one", world)
             run.wrong += broken_promises(fleet, one, 1e-8)
     except (TimeoutError, RuntimeError) as error:
-        run.wrong.append(str(error)[-20000:])
+        run.wrong.append(str(error))
     return run
 
 
@@ -217,7 +217,7 @@ def report(runs: Sequence[Run], command: str) -> list[str]:
             shown = "".join(f"{_quantile(again, share):>7.2f}" for share in (0.5, 0.95, 0.99, 1.0))
             shown_back = "".join(f"{_quantile(back, share):>7.2f}" for share in (0.5, 0.95, 1.0)) if back else ""
             lines.append(f"{name:<28}{len(found):>7}   {shown}    {shown_back}")
-    return [*lines, *[f"wrong: {text}" for text in wrong]]
+    return [*lines, *[f"wrong: {text.splitlines()[0][:200]}" for text in wrong]]
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
@@ -247,7 +247,7 @@ def main(argv: Sequence[str]) -> int:
         began = time.monotonic()
         run = make_run(folder, setups[number % len(setups)], options.seed + number, options.per_run, options.pace)
         runs.append(run)
-        found: Any = f"WRONG: {run.wrong[0][-3000:]} ({folder})" if run.wrong else "right"
+        found: Any = f"WRONG: {run.wrong[0][:3000]} ({folder})" if run.wrong else "right"
         longest = max((death.again or 99.0 for death in run.deaths), default=0.0)
         print(
             f"{number:>3} {run.setup:<28} {len(run.deaths):>3} deaths, again in at most {longest:.2f} s, "
