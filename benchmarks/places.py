@@ -70,7 +70,7 @@ def parts() -> dict[str, Callable[[], object]]:
         "phase": lambda: timers.enter("optimizer"),
         "action of the pipeline": act,
         "poll of the watchdog, once a second": watch.poll,
-        "reading a record, once in 2 seconds": PLACE.read,
+        "reading a record, 4 times a second": PLACE.read,
     }
 
 

@@ -6,25 +6,30 @@ Run with ``python -m benchmarks.replay_check``. The first step of a start, which
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
-from tests.kit.runs import column, start, tiny_run
-
+ROOT = Path(__file__).parents[1]
 MODEL = (
-    "--vocab-size 1000 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 1024 "
-    "--max-position-embeddings 128 --seq-length 128 --global-batch-size 8 --eval-iters 0"
+    "--mock-data --device cpu --lr 1e-3 --vocab-size 1000 --num-layers 4 --hidden-size 256 --num-attention-heads 4 "
+    "--ffn-hidden-size 1024 --max-position-embeddings 128 --seq-length 128 --global-batch-size 8 --log-interval 1"
 )
 
 
 def seconds(flags: str, steps: int) -> float:
     """Return the mean seconds of a step."""
     with tempfile.TemporaryDirectory() as folder:
-        outcome = start(tiny_run(Path(folder), f"{MODEL} --train-iters {steps + 1} {flags}"))
-        if outcome.status != 0:
-            raise RuntimeError(outcome.err)
-        return sum(column(Path(folder), "iteration-time")[1:]) / steps
+        command = [sys.executable, "pretrain_gpt.py", *MODEL.split(), *flags.split(), "--train-iters", str(steps + 1)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command += ["--run-dir", folder]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
+        return sum(line["iteration-time"] for line in lines if "lm loss" in line and line["iteration"] > 1) / steps
 
 
 def main() -> None:

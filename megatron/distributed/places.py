@@ -34,7 +34,7 @@ HEADER = 8
 
 INFO, CALLS, AWAITED, AWAITED_KIND, SIGNATURE = range(5)
 """Slots of a row: text on the group, calls, number and kind of the call that is waited for, signature of all calls."""
-RING, ENTRY, ROW_HEADER = 16, 3, 5
+RING, ENTRY, ROW_HEADER = 64, 3, 5
 ROW = ROW_HEADER + RING * ENTRY
 MAX_ROWS = 128
 

@@ -136,7 +136,7 @@ def report_failure(
     previous = signal.signal(signal.SIGTERM, signal.SIG_IGN) if in_main else None
     try:
         if not is_first_failure(error):
-            count_consequence(error)
+            count_consequence(error, agreed=isinstance(error, EXPECTED_ERRORS))
             await_report()
             return False
         publish_text(FIRST_FAILURE_KEY, f"{rank}: {describe_error(error)}")
@@ -149,7 +149,8 @@ def report_failure(
         record_failure(run_dir, error, os.environ)
         if details is not None and (more := details(error)):
             echo(redact(more), file=sys.stderr, flush=True)
-        if launch.world_size > 1 and (after := consequences(error, launch.world_size, host_name(os.environ))):
+        several = launch.world_size > 1 and not isinstance(error, EXPECTED_ERRORS)
+        if several and (after := consequences(error, launch.world_size, host_name(os.environ))):
             echo(after, file=sys.stderr, flush=True)
         mark_reported()
         kind = next((kind for known, kind in ALERT_KINDS if isinstance(error, known)), FAILURE)

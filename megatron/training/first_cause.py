@@ -64,9 +64,10 @@ def is_first_failure(error: BaseException) -> bool:
     return claimed or not is_peer_lost(error)
 
 
-def count_consequence(error: BaseException) -> None:
-    """Count a failure after the first one, and write it into the log of this rank."""
-    add_to_count(LOST_COUNT if is_peer_lost(error) else OTHER_COUNT)
+def count_consequence(error: BaseException, agreed: bool) -> None:
+    """Count a failure after the first one, unless all ranks have ``agreed`` on it; write it into this rank's log."""
+    if not agreed:
+        add_to_count(LOST_COUNT if is_peer_lost(error) else OTHER_COUNT)
     text = f"this rank failed after another one:\n{''.join(traceback.format_exception(error))}"
     within(DISK_SECONDS, lambda: write_text(text), None)
 

@@ -147,13 +147,15 @@ def rank_log(run_dir: str | None, rank: int, world_size: int, environ: Mapping[s
             print_warning(f"there are no logs of ranks: {error}")
         yield
         return
-    before, crashes = sys.stderr, faulthandler.is_enabled()
+    before, crashes, level = sys.stderr, faulthandler.is_enabled(), logging.getLogger().level
     _open_log, sys.stderr = log, StderrCopy(before, log)
     faulthandler.enable(log.fileno(), all_threads=True)
     try:
         yield
     finally:
         _open_log, sys.stderr = None, before
+        if _remove_handlers():
+            logging.getLogger().setLevel(level)
         if crashes and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)
         else:
@@ -198,12 +200,20 @@ def set_level(level: int) -> tuple[bool, str]:
     """Set the level of Python's logging, whose records go into the log; warnings go to stderr as before."""
     if _open_log is None:
         return write_stacks("")
+    _remove_handlers()
     root = logging.getLogger()
-    for handler in [each for each in root.handlers if isinstance(each, _LogHandler)]:
-        root.removeHandler(handler)
     root.addHandler(_LogHandler(level))
     root.setLevel(level)
     return True, f"records of logging from {logging.getLevelName(level).lower()} on are in {_open_log.path.parent}"
+
+
+def _remove_handlers() -> bool:
+    """Undo :func:`set_level`; return True if there was something to undo."""
+    root = logging.getLogger()
+    found = [each for each in root.handlers if isinstance(each, _LogHandler)]
+    for handler in found:
+        root.removeHandler(handler)
+    return bool(found)
 
 
 class _LogHandler(logging.Handler):

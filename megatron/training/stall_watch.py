@@ -30,6 +30,7 @@ from megatron.training.stalls import (
     find_mismatch,
     incident_facts,
     obstacle,
+    short_place,
 )
 
 DUMP_FRACTION = 0.9
@@ -43,12 +44,6 @@ REPORT_SECONDS = 3.0
 
 REARM_SECONDS = 5.0
 """Seconds between two starts of faulthandler's timer, which starts a thread."""
-
-COMPARE_SECONDS = 2.0
-"""Seconds between two comparisons of collectives with those of a neighbour."""
-
-MIN_SUSPECTS = 4
-"""Comparisons in a row that find a difference, because a neighbour may write its record while it is read."""
 
 NO_RAISE_SECONDS = 3.0
 """Seconds after the timeout in which a collective of gloo has raised."""
@@ -67,9 +62,8 @@ class StallWatch:
         """Begin now. Without :func:`megatron.distributed.launch.connect_places` nothing is watched."""
         self._world, self._timeout = world, PLACE.timeout
         self._snapshot, self._since = b"", time.monotonic()
-        self._armed = self._compared = -REARM_SECONDS
+        self._armed = -REARM_SECONDS
         self._has_stacks = self._has_published = False
-        self._suspects = 0
         # another handler or timer of the program has precedence
         self._alarms = signal.getsignal(signal.SIGALRM) == signal.SIG_DFL and not any(
             signal.getitimer(signal.ITIMER_REAL)
@@ -117,16 +111,21 @@ class StallWatch:
         return current_stall(self._world) if self._differs() else None
 
     def _differs(self) -> bool:
-        """Return True if collectives differ from those of the next rank of this machine, in several comparisons."""
-        if not PLACE.peers or time.monotonic() < self._compared + COMPARE_SECONDS:
+        """Return True if collectives differ from those of the next rank of this machine.
+
+        It may write its record while that is read, so two readings have to find the same difference.
+        """
+        if not PLACE.peers:
             return False
         next_rank = min(PLACE.peers, key=lambda rank: (rank < self._world.rank, rank))
-        places = {self._world.rank: PLACE.read(), next_rank: PLACE.peers[next_rank].read()}
-        if find_mismatch(places) is None:
-            self._suspects, self._compared = 0, time.monotonic()
-            return False
-        self._suspects += 1
-        return self._suspects >= MIN_SUSPECTS
+
+        def difference() -> str:
+            places = {self._world.rank: PLACE.read(), next_rank: PLACE.peers[next_rank].read()}
+            sentence, _ = find_mismatch(places) or ("", ())
+            return sentence.split(" (")[0]  # without the place
+
+        first = difference()
+        return bool(first) and difference() == first
 
     def answer(self) -> None:
         """Publish this rank's place, and those of ranks of this machine that cannot, for ranks of other machines."""
@@ -172,7 +171,8 @@ def own_stacks() -> str:
 
 def publish_place(rank: int, place: Mapping[str, Any]) -> None:
     """Publish the place of a rank in the store."""
-    publish_text(RECORD_KEY.format(rank), json.dumps({**place, "stacks": place["stacks"][-MAX_STACKS:]}))
+    content = {**short_place(place), "stacks": place["stacks"][-MAX_STACKS:]}
+    publish_text(RECORD_KEY.format(rank), json.dumps(content))
 
 
 def peer_place(rank: int) -> dict[str, Any]:

@@ -28,6 +28,9 @@ GroupKey = tuple[str, tuple[int, ...], int]
 MAX_PLACES = 4
 """Places listed in a summary."""
 
+MAX_CALLS = 16
+"""Calls of each group that are kept, or sent to another machine."""
+
 MAX_RANKS_LISTED = 16
 """Ranks listed per place."""
 
@@ -213,10 +216,16 @@ def innermost_frame(stacks: str) -> str:
     return f" ({frame[3]} at {PurePath(frame[1]).name}:{frame[2]})" if frame else ""
 
 
+def short_place(place: PlaceFacts) -> dict[str, Any]:
+    """Return a place with the last calls of each group only."""
+    groups = [{**group, "last": dict([*group["last"].items()][-MAX_CALLS:])} for group in place["groups"]]
+    return {**place, "groups": groups}
+
+
 def incident_facts(stall: Stall) -> dict[str, Any]:
     """Return the facts of an incident of kind ``hang``: the culprits, and the places of all ranks without stacks."""
     places = {
-        str(rank): {name: value for name, value in place.items() if name != "stacks"}
+        str(rank): {name: value for name, value in short_place(place).items() if name != "stacks"}
         for rank, place in stall.places.items()
     }
     return {"culprits": [*stall.culprits], "places": places, "noticed": time.time()}

@@ -275,7 +275,8 @@ def run_layout(pool: Pool, name: str, steps: int, count: int, seed: int, score: 
         run_dir = Path(folder) / "run"
         config = tiny_run(run_dir, f"{COMMON} {flags} --train-iters {steps}", world_size)
         details = pool.run(world_size, run_rank, config, faults)
-        incidents = {incident.step: incident for _, incident in read_incidents(run_dir)}
+        corruptions = (incident for _, incident in read_incidents(run_dir) if incident.kind == "corruption")
+        incidents = {incident.step: incident for incident in corruptions}
     for fault in faults:
         what = details[fault.rank].pop(fault.step, None)
         if what is None and fault.place != "gather":

@@ -76,9 +76,9 @@ def many(count: int, culprit: int, port: int, run_dir: str) -> int:
     return 0 if store else 1
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(250, marks=pytest.mark.slow)])
 def test_many_failures_are_one_report_and_a_count(tmp_path: Path, count: int) -> None:
-    run, culprit = tmp_path / "run", 17
+    run, culprit = tmp_path / "run", 7
     with ForkedProgram(many, count, culprit, free_port(), str(run), output=tmp_path / "out") as program:
         program.wait(120.0)
     printed = program.output

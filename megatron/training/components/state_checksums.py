@@ -7,7 +7,6 @@ compared with what has been loaded. They are sums of the bits of all elements mo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
 
 import torch
 
@@ -27,7 +26,6 @@ class StateChecksums(Component):
     """Saves a checksum of each kind of state, and compares it after loading. Older checkpoints have none."""
 
     name = "checksums"
-    state_types: ClassVar[Mapping[str, Any]] = {str: str}
 
     def __init__(self, trainer: Trainer) -> None:
         """Take the checksums of what ``trainer`` saves."""

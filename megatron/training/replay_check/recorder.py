@@ -154,8 +154,9 @@ class StepRecorder(CommObserver):
     @contextmanager
     def _see_gradients(self, layout: BucketLayout, buffer: Tensor | None) -> Iterator[None]:
         """Record local gradients one by one, and no communication inside: buffers contain padding, of any value."""
-        for name in layout.specs if self._record is not None and buffer is not None else ():
-            self._add(GRADIENT, name, layout.view(buffer, name))
+        if self._record is not None and buffer is not None:
+            for name in layout.specs:
+                self._add(GRADIENT, name, layout.view(buffer, name))
         self._muted = True
         try:
             yield

@@ -76,15 +76,13 @@ def test_a_stop_saves_and_ends_with_status_0(tmp_path: Path) -> None:
     assert "in on_iteration_end" in log
 
 
-def test_log_lines_profiles_and_levels_follow_requests(tmp_path: Path) -> None:
+def test_log_lines_and_levels_follow_requests(tmp_path: Path) -> None:
     flags = "--log-interval 3 --eval-iters 0"
-    outcome, events = asked_in_step(tmp_path, 2, "log-interval 1\nlog-level DEBUG\nprofile 1\n", flags)
+    outcome, events = asked_in_step(tmp_path, 2, "log-interval 1\nlog-level DEBUG\n", flags)
     assert outcome.status == 0
     assert all(event["done"] for event in events)
-    assert len(events) == 3
+    assert len(events) == 2
     assert column(tmp_path / "run", "iteration") == [3, 4, 5, 6]
-    assert [path.name for path in (tmp_path / "run" / "profiles").glob("*.txt")] == ["step_000003-000003_rank_0.txt"]
-    assert "profile of steps 3 to 3" in events[-1]["text"]
 
 
 def test_what_cannot_be_done_gets_a_sentence_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -158,6 +156,13 @@ def test_a_file_of_another_user_is_refused_unless_a_container_has_his_folder(
     file.read()
     assert (file.stops, file.path.exists()) == (allowed, False)
     assert file.pending[0].problem == ("" if allowed else f"{file.path} belongs to user 4711, and is ignored")
+
+
+def test_profiles_are_asked_for_like_by_the_file_of_their_own(tmp_path: Path) -> None:
+    file = ControlFile(tmp_path)
+    file.open()
+    file.path.write_text("profile\npipeline 5\n")
+    assert file.read() == NO_REQUEST._replace(profile=2, pipeline=5)
 
 
 @pytest.mark.parametrize("word", COMMANDS)

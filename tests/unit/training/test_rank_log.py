@@ -45,20 +45,16 @@ def test_it_has_what_python_writes_to_stderr_which_goes_there_too(
 
 
 def test_levels_and_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root, before = logging.getLogger(), logging.getLogger().level
+    root, before = logging.getLogger(), (logging.getLogger().level, [*logging.getLogger().handlers])
     assert not write_stacks("x")[0]
     assert not set_level(logging.DEBUG)[0]
-    try:
-        with rank_log(str(tmp_path), 0, 1, {}):
-            for level in (logging.DEBUG, logging.INFO):
-                assert set_level(level)[0]
-            logging.getLogger("some.library").info("a detail")
-            logging.getLogger("some.library").debug("a smaller one")
-            assert write_stacks("they are asked for")[0]
-    finally:
-        root.setLevel(before)
-        for handler in [each for each in root.handlers if type(each).__module__ == module.__name__]:
-            root.removeHandler(handler)
+    with rank_log(str(tmp_path), 0, 1, {}):
+        for level in (logging.DEBUG, logging.INFO):
+            assert set_level(level)[0]
+        logging.getLogger("some.library").info("a detail")
+        logging.getLogger("some.library").debug("a smaller one")
+        assert write_stacks("they are asked for")[0]
+    assert (root.level, [*root.handlers]) == before
     found = log_of(tmp_path, 0)
     assert found.count("some.library INFO: a detail") == 1
     assert "a smaller one" not in found

@@ -90,8 +90,8 @@ def test_the_first_call_that_differs_is_named_with_both_sides(operation: str, co
     assert (found.culprits, found.differ) == ((3,), True)
     rest = "ranks 0, 1, 2, 4, 5, 6, 7 called all-reduce of 7 x float32"
     assert found.sentence.startswith(f"rank 3 called {text} in world as number 3 of the group; {rest} (rank 3: ")
-    places[3] = recorded([("world", WORLD, operation, count), *[same] * 40], awaited=True)
-    places[0] = recorded([same] * 41, awaited=True)
+    places[3] = recorded([("world", WORLD, operation, count), *[same] * 80], awaited=True)
+    places[0] = recorded([same] * 81, awaited=True)
     assert explain_stall({0: places[0], 3: places[3]}, 10.0).differ  # long ago
 
 
