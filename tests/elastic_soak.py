@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -110,7 +111,7 @@ def strike(fleet: Fleet, random: Random, run: Run, stopped: dict[int, float]) ->
 
 
 def wake(fleet: Fleet, run: Run, stopped: dict[int, float]) -> None:
-    """Continue replicas that were stopped for long enough; they must end by themselves, and start again."""
+    """Continue replicas that were stopped for long enough, which end by themselves, and start what has ended."""
     for index in range(fleet.count):
         statuses = [program.poll() for program in fleet.programs[index]]
         if index not in stopped and None not in statuses:  # it could not join, because its source was lost
@@ -122,11 +123,17 @@ def wake(fleet: Fleet, run: Run, stopped: dict[int, float]) -> None:
         programs = fleet.programs[index]
         for program in programs:
             program.send_signal(signal.SIGCONT)
-        fleet.wait_for_end(index)
-        if 0 in [program.poll() for program in programs]:
-            run.wrong.append(f"replica {index} was stopped, and ended as if it had not been")
+        step = fleet.step_of(index)
+        ends = partial(_ends_or_goes_on, fleet, index, step)
+        fleet.wait(ends)  # it may go on if the others have not missed it yet
         del stopped[index]
-        fleet.start(index)
+        if fleet.step_of(index) <= step:
+            fleet.wait_for_end(index)
+            fleet.start(index)
+
+
+def _ends_or_goes_on(fleet: Fleet, index: int, step: int) -> bool:
+    return fleet.step_of(index) > step or all(program.poll() is not None for program in fleet.programs[index])
 
 
 def measure(fleet: Fleet, run: Run) -> None:
@@ -183,7 +190,7 @@ def make_run(folder: Path, setup: str, seed: int, deaths: int, pace: float) -> R
                 one = undisturbed(folder / "one", world)
             run.wrong += broken_promises(fleet, one, 1e-8)
     except (TimeoutError, RuntimeError) as error:
-        run.wrong.append(str(error)[-20000:])
+        run.wrong.append(str(error))
     return run
 
 
@@ -210,7 +217,7 @@ def report(runs: Sequence[Run], command: str) -> list[str]:
             shown = "".join(f"{_quantile(again, share):>7.2f}" for share in (0.5, 0.95, 0.99, 1.0))
             shown_back = "".join(f"{_quantile(back, share):>7.2f}" for share in (0.5, 0.95, 1.0)) if back else ""
             lines.append(f"{name:<28}{len(found):>7}   {shown}    {shown_back}")
-    return [*lines, *[f"wrong: {text}" for text in wrong]]
+    return [*lines, *[f"wrong: {text.splitlines()[0][:200]}" for text in wrong]]
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
@@ -240,7 +247,7 @@ def main(argv: Sequence[str]) -> int:
         began = time.monotonic()
         run = make_run(folder, setups[number % len(setups)], options.seed + number, options.per_run, options.pace)
         runs.append(run)
-        found: Any = f"WRONG: {run.wrong[0][-3000:]} ({folder})" if run.wrong else "right"
+        found: Any = f"WRONG: {run.wrong[0][:3000]} ({folder})" if run.wrong else "right"
         longest = max((death.again or 99.0 for death in run.deaths), default=0.0)
         print(
             f"{number:>3} {run.setup:<28} {len(run.deaths):>3} deaths, again in at most {longest:.2f} s, "

@@ -59,7 +59,7 @@ BLOCKED_SECONDS = 0.1
 WATCH_SECONDS = 0.2
 """Time between two looks of a rank for a group that another rank has found broken."""
 
-CONNECT_SECONDS = 1.0
+CONNECT_SECONDS = 2.0
 """First timeout for opening a group of replicas that watch each other; it doubles after each failure."""
 
 BEATS_PER_TIMEOUT = 6
@@ -650,7 +650,8 @@ class Replicas:
         prefix = distributed_c10d.PrefixStore(f"{self.attempt}/group/{self.rank}", self._store)
         self._opened, size = self.attempt, len(members)
         if isinstance(self._store, StoreClient) and self._watched:
-            self._store.given_up = partial(self._store.check_any, [f"gone/{member.id}" for member in members])
+            ends = [f"{self.attempt}/decision", *(f"gone/{member.id}" for member in members)]
+            self._store.given_up = partial(self._store.check_any, ends)
         gloo = dist.ProcessGroup.BackendType.GLOO
         handle = dist.ProcessGroup(prefix, mine, size)
         patience = min(self.timeout, self._patience) if self._watched else self.timeout

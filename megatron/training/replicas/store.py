@@ -188,8 +188,8 @@ class StoreServer:
             self._note(host, f"closed a connection: {error}")
         except TimeoutError:
             self._note(host, f"closed a connection: it was silent for {HELLO_SECONDS:g} seconds")
-        except (asyncio.IncompleteReadError, OSError):
-            pass  # it has ended
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
+            pass  # it has ended, or the server does
         finally:
             self._connections -= 1
             self._strangers.pop(writer, None)
