@@ -557,7 +557,7 @@ def _(case: Case) -> None:
 # ---- A running job
 
 
-@exercise("to see all of it, while it goes on")
+@exercise("to see all of it, while it goes on", "a page of it")
 def _(case: Case) -> None:
     run = case.copy()
     assert case.run().status == 0

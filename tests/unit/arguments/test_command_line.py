@@ -113,10 +113,16 @@ WORDS = {
     "skip_samples": ("0:2", "@a b"),
     "skip_tokens": ("1.5K:4K",),
     "skip_documents": ("a b:7", "web:1-3"),
-    "on_spike": ("log", "rewind:7"),
-    "on_nonfinite": ("skip", "rewind:7"),
 }
 """Values of options whose words have a form."""
+
+
+CHOICES = {
+    "grad_compression": ["none", "powersgd:4", "topk:1e-3", "int8"],
+    "on_spike": ["log", "rewind:7"],
+    "on_nonfinite": ["skip", "rewind:7"],
+}
+"""Values of options of one word that has a form."""
 
 
 def _some_value(setting: Setting, dice: random.Random) -> Any:
@@ -129,8 +135,8 @@ def _some_value(setting: Setting, dice: random.Random) -> Any:
             return dice.choice(["4", "([0]*3+[1]*1)*9", "[1, 0]"])
         if setting.name in ("hybrid_layer_pattern", "mtp_hybrid_override_pattern"):
             return dice.choice(["*", "-", "-*", "+E"])
-        if setting.name == "grad_compression":
-            return dice.choice(["none", "powersgd:4", "topk:1e-3", "int8"])
+        if setting.name in CHOICES:
+            return dice.choice(CHOICES[setting.name])
         makers = {
             bool: lambda: dice.random() < 0.5,
             int: lambda: dice.randrange(-(10**12), 10**12),
