@@ -18,7 +18,7 @@ BASE = f"{FP64} --lr 1e-3 --lr-decay-iters 400 --lr-warmup-iters 0 --global-batc
 
 def test_the_others_go_on_and_a_lost_replica_is_filled(tmp_path: Path) -> None:
     """Six deaths: of the writer, of two at once, of one that joins; the last checkpoint is one of an ordinary run."""
-    flags = f"{BASE} --hidden-dropout 0.1 --train-iters 80 --save-interval 20"
+    flags = f"{BASE} --hidden-dropout 0.1 --train-iters 160 --save-interval 20"
     with Fleet(tmp_path / "run", f"{flags} --elastic-timeout 5 --save {tmp_path}/saved", 3, pause=0.03) as fleet:
         fleet.start(0, 1, 2)
         fleet.wait(lambda: all(fleet.is_back(index) for index in range(3)))
@@ -36,14 +36,14 @@ def test_the_others_go_on_and_a_lost_replica_is_filled(tmp_path: Path) -> None:
         one = undisturbed(tmp_path / "one", f"{flags} --save {tmp_path}/alone")
         assert [*broken_promises(fleet, one)] == []
         assert "left after step" in fleet.output()
-    assert saved_steps(tmp_path / "saved")[-1] == 80
-    (mine, state), (alone, other) = (checkpoint(tmp_path / name / "iter_0000080") for name in ("saved", "alone"))
+    assert saved_steps(tmp_path / "saved")[-1] == 160
+    (mine, state), (alone, other) = (checkpoint(tmp_path / name / "iter_0000160") for name in ("saved", "alone"))
     assert max(float((mine[n] - alone[n]).abs().max()) for n in alone) < 1e-9
     assert state["data"] == other["data"]
-    assert state["consumed_samples"] == other["consumed_samples"] == 480
-    more = start(tiny_run(tmp_path / "more", f"{flags} --train-iters 82 --load {tmp_path}/saved"))
+    assert state["consumed_samples"] == other["consumed_samples"] == 960
+    more = start(tiny_run(tmp_path / "more", f"{flags} --train-iters 162 --load {tmp_path}/saved"))
     assert more.status == 0
-    assert "step 80" in more.out
+    assert "step 160" in more.out
 
 
 def test_a_lost_server_ends_replicas_with_the_last_step_saved(tmp_path: Path) -> None:
