@@ -229,11 +229,19 @@ def alert_logger(last_phase: bool) -> AlertLogger | None:
     return None if _alerts is None else AlertLogger(_alerts, last_phase)
 
 
+def start_alert(kind: str, text: str) -> threading.Thread | None:
+    """Send an alert in a thread, and return it; None without alerts, or memory for a thread."""
+    if _alerts is None:
+        return None
+    sender = threading.Thread(target=_alerts.send, args=(kind, text), daemon=True)
+    try:
+        sender.start()
+    except RuntimeError:
+        return None
+    return sender
+
+
 def send_alert(kind: str, text: str, seconds: float = FAILURE_SECONDS) -> None:
     """Send an alert from a rank that is about to end, and wait at most ``seconds`` for it; never raises."""
-    if _alerts is None:
-        return
-    sender = threading.Thread(target=_alerts.send, args=(kind, text), daemon=True)
-    with suppress(RuntimeError):  # no memory for a thread
-        sender.start()
+    if (sender := start_alert(kind, text)) is not None:
         sender.join(seconds)
