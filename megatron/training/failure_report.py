@@ -56,6 +56,7 @@ from megatron.distributed.places import PLACE
 from megatron.pipeline.runtime import Pipeline
 from megatron.training.first_cause import DISK_SECONDS, consequences, count_consequence, is_first_failure, within
 from megatron.training.loggers.alerts import FAILURE, send_alert
+from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import JsonLinesLogger
 from megatron.training.rank_log import claim_first_failure
 from megatron.training.replicas.members import ReplicaError
@@ -382,6 +383,14 @@ class PeerWatchdog:
                 self._publish_position()
 
     def _watch(self) -> None:
+        try:
+            self._watch_ranks()
+        except Exception as error:  # such as no memory for a thread
+            # the timers would end a run that makes progress
+            self._stalls.close(failed=False)
+            print_warning(f"rank {self._world.rank} is no longer watched for stalls: {type(error).__name__}: {error}")
+
+    def _watch_ranks(self) -> None:
         """Publish the position once a rank has failed; end the process if it would wait for a rank that is gone."""
         published = terminated = False
         exit_at = failed_at = math.inf
