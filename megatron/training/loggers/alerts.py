@@ -224,11 +224,11 @@ def alert_logger(last_phase: bool) -> AlertLogger | None:
     return None if _alerts is None else AlertLogger(_alerts, last_phase)
 
 
-def send_alert(kind: str, text: str, seconds: float = FAILURE_SECONDS) -> None:
+def send_alert(kind: str, text: str, seconds: float = FAILURE_SECONDS, step: int | None = None) -> None:
     """Send an alert from a rank that is about to end, and wait at most ``seconds`` for it; never raises."""
     if _alerts is None:
         return
-    sender = threading.Thread(target=_alerts.send, args=(kind, text), daemon=True)
+    sender = threading.Thread(target=_alerts.send, args=(kind, text, step), daemon=True)
     with suppress(RuntimeError):  # no memory for a thread
         sender.start()
         sender.join(seconds)
