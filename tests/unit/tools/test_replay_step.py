@@ -20,6 +20,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("replay") / "run"
     outcome = start(tiny_run(folder, f"{SAVES} --save {folder}/saved"), before_step(STEP, nan_in_embedding))
     assert outcome.status == 1
+    ((incident, _),) = read_incidents(folder)
+    assert f"take the step again: python tools/replay_step.py {incident}\n" in outcome.err
+    assert f"; {incident}\n" in (folder / "incidents.md").read_text()
     return folder
 
 
