@@ -287,7 +287,9 @@ def rank_label(launch: Launch, environ: Mapping[str, str]) -> str:
 def record_failure(
     run_dir: str | None, error: BaseException, environ: Mapping[str, str], sentence: str | None = None
 ) -> None:
-    """Append a line on the error of this rank, the first to fail, to ``run_dir/failures.jsonl``; a stall is an incident.
+    """Append a line on the error of this rank, the first to fail, to ``run_dir/failures.jsonl``.
+
+    A stall is recorded as an incident, too.
 
     Never raises, and never blocks for long. Writes nothing if the folder does not exist or a later start owns it.
     Before torch.distributed is initialised, rank 0 reports flag errors, which all ranks see. A missing device is

@@ -51,7 +51,7 @@ def act_on_step(
     explain: Callable[[], str] | None = None,
     intact: bool = False,
 ) -> tuple[str, str | None]:
-    """Report a step, and go back if the policy asks for it; return what was found, and the incident's folder. Collective.
+    """Report a step, and go back if the policy asks for it; return what was found, and its folder. Collective.
 
     Args:
         component: has the log of the run.

@@ -6,11 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megatron.training.incidents import read_incidents
 from tests.distributed.test_replay import EMBEDDING, SAVES, STEP, nan_in_embedding
 from tests.kit.runs import before_step, contents, start, tiny_run
+from tools.lib.replayed_step import read_target
 from tools.replay_step import main
 
 
@@ -75,6 +77,21 @@ def test_a_copied_run_is_found_with_its_checkpoints_and_a_healthy_step_is_equal(
     assert status == 0, text
     assert "from iter_0000003" in text
     assert "no module is out of line" in text
+
+
+def test_a_mean_of_steps_is_taken_again_from_before_its_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(tiny_run(tmp_path, f"{SAVES} --save {tmp_path}/saved --train-iters 4 --log-interval 2")).status == 0
+    assert read_target(tmp_path, 4, ()).threads == torch.get_num_threads()
+    status, text = replayed(capsys, tmp_path, "--step", 3)
+    assert status == 2
+    assert "logged steps 3 to 4 by their mean" in text
+    assert "--step 4" in text
+    assert "in this process" not in text  # nothing was computed
+    status, text = replayed(capsys, tmp_path, "--step", 4)
+    assert status == 0, text
+    assert "steps 3 to 4: loss" in text
 
 
 @pytest.mark.parametrize(
