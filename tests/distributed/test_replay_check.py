@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,9 +14,13 @@ import torch
 
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.suspects import CORRUPTION_FILE, read_corruption, record_corruption, rename_suspects
+from megatron.config import plugins
 from megatron.config.errors import UserError
+from megatron.config.plugins import register
 from megatron.config.run import RunConfig
+from megatron.training.callbacks.base import Callback
 from megatron.training.components.state_checksums import StateChecksums
+from megatron.training.metrics import StepMetrics
 from megatron.training.replay_check import component
 from megatron.training.replay_check.recorder import FORWARD, GOT, GRADIENT, REDUCED, digest, word_sum
 from megatron.training.replay_check.verdict import (
@@ -85,6 +90,34 @@ def test_hardware_is_not_accused_of_what_is_not_deterministic() -> None:
     assert judge(one, 7, 3, None, False).cause == NONDETERMINISTIC
     assert judge(several, 7, 3, None, True).cause == NONDETERMINISTIC
     assert not judge(several, 7, 3, None, True).is_hardware
+
+    drifted = [replace(report(rank, None), found=[("state", "weight a")]) for rank in (0, 1)]
+    assert judge(drifted, 7, 0, None, True).cause == NONDETERMINISTIC
+    assert judge([drifted[0], report(1, None)], 7, 0, None, True).cause == TRANSIENT
+    assert judge([drifted[0], report(1, None)], 7, 0, None, False).cause == NONDETERMINISTIC
+    stale = [replace(each, found=[("gather", "part of rank 2")]) for each in drifted]
+    assert judge(stale, 7, 0, None, True).is_hardware
+
+
+class Clamp(Callback):
+    """Changes weights after the update."""
+
+    interval = 1
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        for x in self.trainer.optimizer.weights.shards.values():
+            x.data.clamp_(-0.01, 0.01)
+
+
+def test_a_callback_that_changes_weights_is_no_fault_of_hardware(tmp_path: Path) -> None:
+    with patch.dict(plugins._registered, {"callback": {}}):
+        register("callback", "clamp")(Clamp)
+        outcome = resume(tmp_path, "--on-corruption exclude")
+    assert outcome.status == 1
+    assert "E983 state differs in the check of step 2" in outcome.err
+    assert "a callback or plugin" in outcome.err
+    assert not (tmp_path / "saved" / CORRUPTION_FILE).exists()
+    assert not (tmp_path / "run" / "failures.jsonl").exists()
 
 
 def check_flips(pool: Pool, layout: str, steps: int) -> None:
