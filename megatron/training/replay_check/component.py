@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.suspects import record_corruption
+from megatron.checkpoint.location import parse_location
+from megatron.checkpoint.rewinds import record_corruption
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
 from megatron.distributed import comm
@@ -227,7 +228,7 @@ class ReplayCheck(Component):
         run_dir, save, clean = config.logging.run_dir, config.checkpoint.save, self._clean or 0
         ends = self._policy != "report"
         if world.rank == 0 and ends and verdict.is_hardware and save is not None:
-            record_corruption(Path(save), clean, step, verdict.sentence)
+            record_corruption(parse_location(save), clean, step)
         if run_dir is not None and world.rank == 0:
             facts = {
                 "cause": verdict.cause,
