@@ -404,6 +404,7 @@ class PeerWatchdog:
     def _watch_ranks(self) -> None:
         """Publish the position once a rank has failed; end the process if it would wait for a rank that is gone."""
         published = terminated = False
+        awaited = {FAILED_KEY, REQUEST_KEY}  # of the store
         exit_at = failed_at = math.inf
         with self._receiver:
             while time.monotonic() < exit_at:
@@ -413,8 +414,9 @@ class PeerWatchdog:
                 if self._stopped.is_set():
                     return
                 self._stalls.poll()
-                found = {} if published else read_texts([FAILED_KEY, REQUEST_KEY])
-                if found:
+                found = read_texts([*awaited]) if awaited else {}
+                awaited -= found.keys()
+                if REQUEST_KEY in found:
                     self._stalls.answer()
                 if FAILED_KEY in found:
                     self._publish_position()
