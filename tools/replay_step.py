@@ -108,6 +108,8 @@ def report(args: argparse.Namespace, target: ReplayTarget, source: ResumeSource)
 
     if target.config.diloco.diloco_sync_interval is not None:
         raise DataError("the steps of a DiLoCo replica depend on what other replicas sent: they cannot be taken again")
+    if target.config.elastic.elastic_replicas is not None:
+        raise DataError("a step of an elastic replica sums what all replicas computed: it cannot be taken again alone")
     config, exact = read_only_config(target.config), True
     world_size = target.world_size
     if args.one_process and world_size > 1:

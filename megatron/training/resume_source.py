@@ -202,6 +202,9 @@ def _find_among(
     if absent and step is None and not (named or pretrained):
         return ResumeSource(notes=(*notes, f"starts from scratch: --load {folder} does not exist or is empty"))
     found = CheckpointFolder(folder).named()
+    if step is None and found:
+        found, undone = _without_undone(found, read_rewinds(folder))
+        notes = (*notes, *undone)
     if is_complete(folder) or is_megatron_lm(folder):  # one checkpoint under another name
         iteration = step or 0  # for the error, if it is unreadable
         with suppress(DamagedCheckpointError):

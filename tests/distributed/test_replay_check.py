@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +27,7 @@ from megatron.training.replay_check.verdict import (
     judge,
     odd_one_out,
 )
-from tests.distributed.corruption import COMMON, LAYOUTS, Fault, Score, run_layout, run_rank
+from tests.distributed.corruption import COMMON, LAYOUTS, MOE, Fault, run_layout, run_rank
 from tests.kit.pool import Pool
 from tests.kit.runs import KilledError, Outcome, checkpoint, differences, part_of, saved_steps, start, tiny_run
 
@@ -88,13 +87,22 @@ def test_hardware_is_not_accused_of_what_is_not_deterministic() -> None:
     assert not judge(several, 7, 3, None, True).is_hardware
 
 
-@pytest.mark.parametrize("layout", ["TP2 SP x DP2, ZeRO-1"])
-def test_flipped_bits_are_found_with_rank_and_place(pool: Pool, layout: str) -> None:
-    score = Score(Counter(), Counter())
-    run_layout(pool, layout, steps=14, count=10, seed=3, score=score)
-    assert score.planted.total() >= 8
+def check_flips(pool: Pool, layout: str, steps: int) -> None:
+    score = run_layout(pool, layout, steps, count=steps - 4, seed=3)
+    assert score.planted.total() >= steps - 6
     assert score.found == score.planted
-    assert score.wrong == 0
+    assert score.clean.total() >= 4
+    assert score.alarms == 0
+
+
+def test_flipped_bits_are_found_with_rank_and_place(pool: Pool) -> None:
+    check_flips(pool, "DP2, ZeRO-1", 13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name, (ranks, _) in LAYOUTS.items() if ranks == 8])
+def test_flipped_bits_are_found_in_every_layout(pool: Pool, layout: str) -> None:
+    check_flips(pool, layout, 40)
 
 
 def take(rank: int, world_size: int, config: RunConfig) -> Outcome:
@@ -102,7 +110,8 @@ def take(rank: int, world_size: int, config: RunConfig) -> Outcome:
 
 
 def test_a_checked_run_is_bitwise_the_same(pool: Pool, tmp_path: Path) -> None:
-    flags = f"{LAYOUTS['EP2 x DP2'][1]} --hidden-dropout 0.1 --train-iters 3 --save {{0}} --save-interval 3"
+    layout = f"{MOE} --expert-model-parallel-size 2 --use-distributed-optimizer"
+    flags = f"{layout} --hidden-dropout 0.1 --train-iters 3 --save {{0}} --save-interval 3"
     for name, more in (("checked", "--replay-check 1"), ("plain", "")):
         config = tiny_run(tmp_path / f"{name}-run", f"{flags} {more}".format(tmp_path / name), 2)
         assert [outcome.status for outcome in pool.run(2, take, config)] == [0, 0]

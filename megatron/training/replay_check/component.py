@@ -39,6 +39,9 @@ from megatron.training.replay_check.verdict import Difference, RankReport, Verdi
 from megatron.training.step import compute_gradients
 from megatron.training.trainer import Trainer
 
+CORRUPTION = "E982"
+"""Code of the error."""
+
 REPLAYS = 3
 """Replays of the first step of a start, and of a step that differs from its first replay."""
 
@@ -245,7 +248,7 @@ class ReplayCheck(Component):
             self._at_rest.forget()  # somebody may repair it
             return
         if verdict.is_hardware:
-            raise CorruptionError(f"E982 {verdict.sentence}; the last step that was found clean is {clean}")
+            raise CorruptionError(f"{CORRUPTION} {verdict.sentence}; the last step that was found clean is {clean}")
         raise UserError([Problem("E983", verdict.sentence, ("--deterministic", "drop --replay-check"))])
 
 
