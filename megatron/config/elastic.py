@@ -96,7 +96,7 @@ class ElasticConfig:
     def check_elastic_server(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that there is a server to meet at, and that its address can be read."""
         fix = "--elastic-server 127.0.0.1:29400"
-        if self.elastic_replicas is None or config.training.skip_train:
+        if not self.elastic_replicas or config.training.skip_train:
             return
         if self.elastic_server is None:
             place = "the --elastic-server at which replicas meet (tools/elastic.py starts one)"

@@ -15,7 +15,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +193,7 @@ def gather_places(world: Group) -> dict[int, dict[str, Any]]:
     if others:
         publish_text(REQUEST_KEY, "")
         found: dict[str, str] = {}
-        wait_for(lambda: len(found) == len(others) or found.update(read_texts([*others])))
+        wait_for(lambda: len(found) == len(others) or found.update(read_texts([*(others.keys() - found.keys())])))
         places |= {others[key]: json.loads(text) for key, text in found.items()}
     if len({host for host, _ in PLACE.hosts}) > 1:
         for rank, place in places.items():
@@ -257,5 +256,4 @@ def end_stuck_peers() -> None:
     for peer in PLACE.peers.values():
         place = peer.read()
         if place["state"] and obstacle(place, PLACE.timeout):
-            with suppress(OSError):
-                os.kill(peer.process, signal.SIGKILL)
+            peer.kill()

@@ -64,7 +64,8 @@ def summarize_tensors(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[s
     for name, tensor in tensors.items():
         if name in counted:
             for box, values in _counted_boxes(trainer, name, counted[name], tensor):
-                digest = int(box_digest(values, box, trainer.specs[name].view))
+                canonical = values.where(~values.isnan(), torch.nan)  # bits of a NaN carry no value
+                digest = int(box_digest(canonical, box))
                 mine[name] = mine.get(name, TensorSummary(0, 0.0)) + TensorSummary(digest, float(square_sum(values)))
     places = {name: place for place, name in enumerate(trainer.specs)}  # all ranks with a layer have it in this order
     found: dict[str, TensorSummary] = {}

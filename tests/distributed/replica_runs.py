@@ -193,7 +193,7 @@ class Fleet:
             nonlocal last
             if done():
                 return True
-            if self.last_step() >= steps_allowed(self.folder) and time.monotonic() > last + 0.2:
+            if self.last_step() >= steps_allowed(self.folder) and time.monotonic() > last + 0.5:
                 self.allow(self.last_step() + 1)
                 last = time.monotonic()
             return False

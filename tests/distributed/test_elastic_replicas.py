@@ -13,7 +13,7 @@ from tests.distributed.replica_runs import FP64, Fleet, broken_promises, undistu
 from tests.elastic_soak import SETUPS, make_run
 from tests.kit.runs import checkpoint, saved_steps, start, tiny_run
 
-STEPS = 60
+STEPS = 40
 
 BASE = f"{FP64} --lr 1e-3 --lr-decay-iters 400 --lr-warmup-iters 0 --global-batch-size 6 --log-interval 10"
 
@@ -23,8 +23,8 @@ def test_the_others_go_on_and_a_lost_replica_is_filled(tmp_path: Path) -> None:
 
     The last checkpoint is one of an ordinary run.
     """
-    flags = f"{BASE} --hidden-dropout 0.1 --train-iters {STEPS} --save-interval 20"
-    with Fleet(tmp_path / "run", f"{flags} --elastic-timeout 20 --save {tmp_path}/saved", 3) as fleet:
+    flags = f"{BASE} --global-batch-size 4 --hidden-dropout 0.1 --train-iters {STEPS} --save-interval 20"
+    with Fleet(tmp_path / "run", f"{flags} --elastic-timeout 60 --save {tmp_path}/saved", 3) as fleet:
         fleet.allow(2)
         for index, place in enumerate(("exchange", "exchange", "vote")):
             fleet.start(index, place=place)
@@ -43,6 +43,7 @@ def test_the_others_go_on_and_a_lost_replica_is_filled(tmp_path: Path) -> None:
         lose(fleet, 0)
         lose(fleet, 2)
         assert [fleet.programs[index][0].poll() for index in (0, 2)] == [-signal.SIGKILL] * 2
+        assert fleet.last_step() < STEPS - 2
         fleet.allow(STEPS)
         fleet.finish(1)
         one = undisturbed(tmp_path / "one", f"{flags} --save {tmp_path}/alone")
@@ -52,24 +53,24 @@ def test_the_others_go_on_and_a_lost_replica_is_filled(tmp_path: Path) -> None:
     (mine, state), (alone, other) = (checkpoint(tmp_path / name / f"iter_{STEPS:07d}") for name in ("saved", "alone"))
     assert max(float((mine[n] - alone[n]).abs().max()) for n in alone) < 1e-9
     assert state["data"] == other["data"]
-    assert state["consumed_samples"] == other["consumed_samples"] == 6 * STEPS
+    assert state["consumed_samples"] == other["consumed_samples"] == 4 * STEPS
     more = start(tiny_run(tmp_path / "more", f"{flags} --train-iters {STEPS + 1} --load {tmp_path}/saved"))
     assert more.status == 0
     assert f"step {STEPS}" in more.out
 
 
 def lose(fleet: Fleet, *indices: int) -> None:
-    """Let replicas die where they are to, and the others take two steps more, within ten seconds."""
+    """Let replicas die where they are to, and the others take two steps more, long before the timeout."""
     fleet.strike(*indices)
     step, began = fleet.last_step(), time.monotonic()
     fleet.allow(step + 2)
     fleet.wait(lambda: fleet.last_step() == step + 2)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     assert all(fleet.programs[index][0].poll() == -signal.SIGKILL for index in indices)
 
 
 def test_runs_that_differ_are_refused_and_a_lost_server_ends_replicas_with_the_last_step_saved(tmp_path: Path) -> None:
-    flags = f"{BASE} --train-iters 400 --elastic-timeout 2 --save {tmp_path}/saved"
+    flags = f"{BASE} --global-batch-size 2 --train-iters 400 --elastic-timeout 2 --save {tmp_path}/saved"
     with Fleet(tmp_path / "run", flags, 2) as fleet:
         fleet.allow(3)
         fleet.start(0, 1)

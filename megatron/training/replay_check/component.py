@@ -40,6 +40,9 @@ from megatron.training.replay_check.verdict import SOFTWARE, Difference, RankRep
 from megatron.training.step import compute_gradients
 from megatron.training.trainer import Trainer
 
+CORRUPTION = "E982"
+"""Code of the error."""
+
 REPLAYS = 3
 """Replays of the first step of a start, and of a step that differs from its first replay."""
 
@@ -249,7 +252,7 @@ class ReplayCheck(Component):
             self._at_rest.forget()  # somebody may repair it
             return
         if verdict.is_hardware:
-            raise CorruptionError(f"E982 {verdict.sentence}; the last step that was found clean is {clean}")
+            raise CorruptionError(f"{CORRUPTION} {verdict.sentence}; the last step that was found clean is {clean}")
         fixes = () if verdict.place in SOFTWARE else ("--deterministic",)
         raise UserError([Problem("E983", verdict.sentence, (*fixes, "drop --replay-check"))])
 
