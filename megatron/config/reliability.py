@@ -75,7 +75,7 @@ class ReliabilityConfig:
     rank_logs: bool = option(True, role="start", needs="run_dir")
     """Write warnings, errors and crashes of each rank into RUN_DIR/ranks."""
     replay_check: int | None = option(None, role="free", at_least=1, example=50)
-    """Compute every N-th step again, also the first of a start and those that are saved, and compare to the bit."""
+    """Compute every N-th step again, also the first two of a start and those that are saved, and compare to the bit."""
     on_corruption: str = option("stop", role="free", choices=("stop", "exclude", "report"), needs=REPLAY)
     """After a difference: end the run, and refuse to resume (stop); end it, and let a restart resume from a checkpoint
     before it without the node (exclude); or record it and go on (report)."""

@@ -6,9 +6,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -73,23 +70,23 @@ def position_hash(x: Tensor, places: Tensor) -> Tensor:
     return (x.view(WORDS[x.element_size()]).long() * ((position ^ (position >> 29)) * STRIDE | 1)).sum()
 
 
-def box_digest(values: Tensor, box: Box, view: Sequence[int]) -> Tensor:
+@torch.no_grad()
+def box_digest(values: Tensor, box: Box) -> Tensor:
     """Return the part of a global tensor's digest that a box of it contributes, an int64 scalar.
 
-    All NaNs count as the same, because their bits carry no value.
+    The factor of an element is the sum of numbers that depend on its place in each dimension; it is odd. So the sums
+    over all other dimensions are multiplied, and not every element.
 
     Args:
-        values: of the box, of shape ``box.size``.
+        values: of the box, of shape ``box.size``, with one dimension at least.
         box: in the global view.
-        view: shape of the global view.
     """
+    words = values.contiguous().view(WORDS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    rows, first = max(1, HASH_BLOCK // max(1, math.prod(box.size[1:]))), box.start[0]
-    for block in values.split(rows):  # limits the memory of 64-bit places
-        place = torch.arange(first, first + len(block), device=values.device)
-        for start, size, extent in zip(box.start[1:], box.size[1:], view[1:]):
-            place = place.unsqueeze(-1) * extent + torch.arange(start, start + size, device=values.device)
-        canonical = block.where(~block.isnan(), torch.nan)
-        total += position_hash(canonical.contiguous().view(-1), place.view(-1))
-        first += len(block)
+    for dim, (start, size) in enumerate(zip(box.start, box.size)):
+        others = [other for other in range(words.dim()) if other != dim]
+        sums = words.sum(others, dtype=torch.int64) if others else words.long()
+        first = (dim << 40) + start + 1
+        position = torch.arange(first, first + size, device=values.device) * STRIDE
+        total += (sums * (((position ^ (position >> 29)) * STRIDE << 1) + (dim == 0))).sum()
     return total

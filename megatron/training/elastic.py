@@ -403,7 +403,9 @@ class ElasticReplica(Component):
         replicas = self.replicas
         if replicas is None:
             return True
-        if self.trainer.iteration >= self.trainer.total_steps:  # nobody ends before it is saved
+        if not self._members and replicas.index:  # a start after the last step joins nobody
+            return False
+        if self._members and self.trainer.iteration >= self.trainer.total_steps:  # nobody ends before it is saved
             left = run_on_rank0(lambda: replicas.wait_for_first(self._members), self.world)
             self._members = self._members[len(self._members) - left :]
         if self._members and replicas.index != self._members[0].index:

@@ -66,7 +66,7 @@ from megatron.training.metrics import Goodput
 from megatron.training.out_of_memory import explain_out_of_memory
 from megatron.training.phases import PhaseChoice, PhaseFacts, choose_phase, plan_notes, read_phase
 from megatron.training.rank_log import give_nccl_a_file, rank_log
-from megatron.training.resume_source import ResumeSource, read_only_options
+from megatron.training.resume_source import ResumeSource, later_start_options, read_only_options
 from megatron.training.rewinds import Rewinds, go_back, notes_on, refuse_suspects
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
 from megatron.training.stop import StopRequest
@@ -175,11 +175,12 @@ def take_phases(
     world, configs, goodput = stop.world, [phase.config for phase in plan], Goodput(startup.began)
     if len(plan) > 1:
         notes = [*notes, *describe_plan(plan, world.size)]
+    options = configs[0].resume_options
     taken = None  # the last phase that this start has completed
     earlier = ResumeSource()  # checkpoints of phases before, if those of a later one turned out to be damaged
     while True:
         with refuse_start_on_error(), PeerWatchdog(world):
-            source = earlier if earlier.paths else choose_resume_source(configs[0].resume_options, world, others)
+            source = earlier if earlier.paths else choose_resume_source(options, world, others)
             refuse_suspects(configs[0], source, world)
             choice = PhaseChoice(0, source)
             if configs[0].training.phases is not None:
@@ -211,6 +212,7 @@ def take_phases(
         del trainer  # before the next one takes its memory
         free_memory(stop.device)
         earlier, notes, startup = ResumeSource(), (), StartupTimer()
+        options = later_start_options(options)
         goodput.continues, goodput.goes_back = True, goes_back
         if goes_back:
             goodput.productive_seconds = 0.0  # until a checkpoint is loaded: what follows it was undone
@@ -306,7 +308,7 @@ def build_and_train(
             status = train(trainer, None if graphs.mode == "none" else graphs, log, stop, checkpointer, goodput)
         except RewindNeededError as request:
             checkpointer.wait()
-            newest = choose_resume_source(config.resume_options, world, others)
+            newest = choose_resume_source(later_start_options(config.resume_options), world, others)
             log.rewound(go_back(request, config, newest, began, trainer.progress.origin.iteration, world, lease))
             return 0, trainer, True
         return status, trainer, False

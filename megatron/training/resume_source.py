@@ -217,6 +217,11 @@ def applies_to_own_checkpoints(options: CheckpointConfig) -> bool:
     )
 
 
+def later_start_options(options: CheckpointConfig) -> CheckpointConfig:
+    """Return the options of a later start in the same processes: a step of the run's own folder is of the first one."""
+    return replace(options, load=None, ckpt_step=None) if applies_to_own_checkpoints(options) else options
+
+
 def read_only_options(options: CheckpointConfig) -> CheckpointConfig:
     """Return options that start from the same checkpoint but write nothing and hold no lease.
 

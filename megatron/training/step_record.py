@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron.arguments.sources import to_dict
-from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.location import parse_location
 from megatron.config.privacy import redact_json
 from megatron.data.document_finder import DocumentFinder
 from megatron.data.errors import DataError
@@ -64,7 +62,8 @@ def summarize_tensors(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[s
     for name, tensor in tensors.items():
         if name in counted:
             for box, values in _counted_boxes(trainer, name, counted[name], tensor):
-                digest = int(box_digest(values, box, trainer.specs[name].view))
+                canonical = values.where(~values.isnan(), torch.nan)  # bits of a NaN carry no value
+                digest = int(box_digest(canonical, box))
                 mine[name] = mine.get(name, TensorSummary(0, 0.0)) + TensorSummary(digest, float(square_sum(values)))
     places = {name: place for place, name in enumerate(trainer.specs)}  # all ranks with a layer have it in this order
     found: dict[str, TensorSummary] = {}
@@ -117,7 +116,7 @@ def gather_step_record(
         record |= record_tensors(trainer, float(trainer.scaler.scale))
     by_rank = comm.gather_objects(record_samples(trainer, batches), trainer.mesh.world)
     record["samples"] = [sample for samples in by_rank for sample in samples]
-    return record | record_run(trainer, batches[0].step + 1) if trainer.mesh.world.rank == 0 else {}
+    return record | record_run(trainer) if trainer.mesh.world.rank == 0 else {}
 
 
 def record_tensors(trainer: Trainer, loss_scale: float) -> dict[str, Any]:
@@ -159,17 +158,10 @@ def record_samples(trainer: Trainer, batches: Sequence[MicroBatch]) -> list[dict
     return found
 
 
-def record_run(trainer: Trainer, step: int) -> dict[str, Any]:
-    """Return what is needed to take the step again: checkpoint, layout, what decides bits, and configuration."""
-    options, checkpoint = trainer.config.checkpoint, None
-    for folder in (options.save, options.load):
-        with suppress(Exception):  # a store that does not answer; the tool searches again
-            found = CheckpointFolder(parse_location(str(folder))).candidates() if folder and not checkpoint else []
-            taken = [each for each in found if each.manifest is not None and each.iteration < step]
-            checkpoint = str(taken[0].path) if taken else checkpoint
+def record_run(trainer: Trainer) -> dict[str, Any]:
+    """Return what is needed to take the step again: rewinds, layout, what decides bits, and configuration."""
     rewinds = [component.state_dict() for component in trainer.components if component.name == "rewinds"]
     return {
-        "checkpoint": checkpoint,
         "rewinds": [rewind["id"] for state in rewinds for rewind in state["list"]],
         "layout": dict(trainer.mesh.layout.sizes),
         "world_size": trainer.mesh.world.size,
