@@ -266,8 +266,7 @@ def save_stall(run_dir: str, stall: Stall) -> Path:
     Raises:
         OSError: if they cannot be written.
     """
-    step = max(place["step"] for place in stall.places.values())
-    folder = record_incident(run_dir, Incident("hang", step, stall.sentence, incident_facts(stall)))
+    folder = record_incident(run_dir, Incident("hang", stall.step, stall.sentence, incident_facts(stall)))
     for rank, place in stall.places.items():
         if text := place["stacks"]:
             (folder / f"rank_{rank}.txt").write_text(text)

@@ -55,6 +55,11 @@ class Stall:
     differ: bool = False
     places: Mapping[int, PlaceFacts] = field(default_factory=dict)
 
+    @property
+    def step(self) -> int:
+        """The latest step in which a rank is."""
+        return max((place["step"] for place in self.places.values()), default=0)
+
 
 def explain_stall(places: Mapping[int, PlaceFacts], timeout: float, runs_ahead: bool = False) -> Stall:
     """Return why ranks wait for each other.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,12 +13,18 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.suspects import CORRUPTION_FILE, read_corruption, record_corruption, rename_suspects
-from megatron.config.errors import UserError
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.rewinds import REWINDS_FILE, read_rewinds, record_corruption
+from megatron.config import plugins
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.plugins import register
 from megatron.config.run import RunConfig
+from megatron.training.callbacks.base import Callback
 from megatron.training.components.state_checksums import StateChecksums
+from megatron.training.digests import digest, word_sum
+from megatron.training.metrics import StepMetrics
 from megatron.training.replay_check import component
-from megatron.training.replay_check.recorder import FORWARD, GOT, GRADIENT, REDUCED, digest, word_sum
+from megatron.training.replay_check.recorder import FORWARD, GOT, GRADIENT, REDUCED
 from megatron.training.replay_check.verdict import (
     NONDETERMINISTIC,
     TRANSIENT,
@@ -27,6 +34,7 @@ from megatron.training.replay_check.verdict import (
     judge,
     odd_one_out,
 )
+from megatron.training.resume_source import find_resume_source
 from tests.distributed.corruption import COMMON, LAYOUTS, MOE, Fault, run_layout, run_rank
 from tests.kit.pool import Pool
 from tests.kit.runs import KilledError, Outcome, checkpoint, differences, part_of, saved_steps, start, tiny_run
@@ -85,6 +93,34 @@ def test_hardware_is_not_accused_of_what_is_not_deterministic() -> None:
     assert judge(one, 7, 3, None, False).cause == NONDETERMINISTIC
     assert judge(several, 7, 3, None, True).cause == NONDETERMINISTIC
     assert not judge(several, 7, 3, None, True).is_hardware
+
+    drifted = [replace(report(rank, None), found=[("state", "weight a")]) for rank in (0, 1)]
+    assert judge(drifted, 7, 0, None, True).cause == NONDETERMINISTIC
+    assert judge([drifted[0], report(1, None)], 7, 0, None, True).cause == TRANSIENT
+    assert judge([drifted[0], report(1, None)], 7, 0, None, False).cause == NONDETERMINISTIC
+    stale = [replace(each, found=[("gather", "part of rank 2")]) for each in drifted]
+    assert judge(stale, 7, 0, None, True).is_hardware
+
+
+class Clamp(Callback):
+    """Changes weights after the update."""
+
+    interval = 1
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        for x in self.trainer.optimizer.weights.shards.values():
+            x.data.clamp_(-0.01, 0.01)
+
+
+def test_a_callback_that_changes_weights_is_no_fault_of_hardware(tmp_path: Path) -> None:
+    with patch.dict(plugins._registered, {"callback": {}}):
+        register("callback", "clamp")(Clamp)
+        outcome = resume(tmp_path, "--on-corruption exclude")
+    assert outcome.status == 1
+    assert "E983 state differs in the check of step 2" in outcome.err
+    assert "a callback or plugin" in outcome.err
+    assert not (tmp_path / "saved" / REWINDS_FILE).exists()
+    assert "device" not in (tmp_path / "run" / "failures.jsonl").read_text()
 
 
 def check_flips(pool: Pool, layout: str, steps: int) -> None:
@@ -146,9 +182,8 @@ def test_a_restart_begins_before_the_corruption(tmp_path: Path, kill: bool) -> N
     # one that is killed has recorded, before anything else, that later checkpoints are suspect
     patches = {"record_incident": killed} if kill else {}
     assert corrupt(tmp_path, **patches) == (None if kill else 1)
-    record = read_corruption(tmp_path / "saved")
-    assert record is not None
-    assert (record["clean"], record["found"]) == (4, 5)
+    (record,) = read_rewinds(tmp_path / "saved")
+    assert (record.kind, record.limit, record.step) == ("corruption", 4, 5)
     if not kill:
         line = json.loads((tmp_path / "run" / "failures.jsonl").read_text().splitlines()[-1])
         assert (line["kind"], line["rank"]) == ("device", 0)
@@ -159,30 +194,24 @@ def test_a_restart_begins_before_the_corruption(tmp_path: Path, kill: bool) -> N
     outcome = resume(tmp_path, "--on-corruption exclude")
     assert outcome.status == 0
     assert "step 4, 16 samples" in outcome.out
-    assert not (tmp_path / "saved" / CORRUPTION_FILE).exists()
+    assert resume(tmp_path, "").status == 0, "a checkpoint since then lists the corruption"
 
 
-def test_suspect_checkpoints_are_set_aside_even_after_a_crash(tmp_path: Path) -> None:
+def test_suspect_checkpoints_are_passed_over_by_every_reader(tmp_path: Path) -> None:
     assert resume(tmp_path, "").status == 0
     saved = tmp_path / "saved"
     assert saved_steps(saved) == [2, 4, 6]
-    record_corruption(saved, 2, 6, "rank 3")
-    with pytest.raises(UserError, match="E984"):
-        rename_suspects(saved, "stop")
-    renamed: list[Path] = []
-
-    def rename_one(source: Path, target: Path) -> None:
-        if renamed:
-            raise KilledError
-        source.rename(target)
-        renamed.append(target)
-
-    with patch("megatron.checkpoint.suspects.durable_rename", rename_one), pytest.raises(KilledError):
-        rename_suspects(saved, "exclude")
-    assert saved_steps(saved) == [2, 4]
-    assert len(rename_suspects(saved, "exclude")) == 1
-    assert saved_steps(saved) == [2]
-    assert rename_suspects(saved, "exclude") == ()
+    record_corruption(saved, 2, 6)
+    for options in (CheckpointConfig(save=str(saved)), CheckpointConfig(load=str(saved))):
+        source = find_resume_source(options)
+        assert [path.name for path in source.paths] == ["iter_0000002"]
+        assert "corruption was found in step 6, and step 2 is the last one known to be clean" in source.notes[0]
+    manifest, passed_over = CheckpointFolder(saved).newest()  # as conversion and serving do
+    assert (manifest.path.name, len(passed_over)) == ("iter_0000002", 2)
+    again = resume(tmp_path, "--on-corruption exclude")
+    assert again.status == 0
+    assert "leaves out" not in again.out
+    assert CheckpointFolder(saved).newest()[0].path.name == "iter_0000006"
 
 
 def checksums(rank: int, world_size: int, config: RunConfig) -> Any:
@@ -197,6 +226,10 @@ def checksums(rank: int, world_size: int, config: RunConfig) -> Any:
     name = next(iter(trainer.optimizer.main_params))
     words = trainer.optimizer.main_params[name].view(torch.int32).view(-1)
     words[3] ^= 1 << 20
+    with pytest.raises(DamagedCheckpointError, match="main float32"):
+        sums.load_state_dict(state)
+    words[3] ^= 1 << 20
+    words[:2] = words[:2].flip(0)
     with pytest.raises(DamagedCheckpointError, match="main float32"):
         sums.load_state_dict(state)
     return state

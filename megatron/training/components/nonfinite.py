@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -89,8 +90,11 @@ class NonFiniteCheck(StepCheck):
         if values:
             sentence = f"the loss or gradient of step {batches[0].step + 1} is not finite"
             explain = partial(explain_nonfinite, self._trainer, batches)
-            sentence = act_on_step(
+            sentence, folder = act_on_step(
                 self, self._trainer, "nonfinite", batches, self._policy, sentence, explain=explain, intact=not self.late
             )
             if self._policy.act == "stop":
-                raise NonFiniteError(sentence)
+                error = NonFiniteError(sentence)
+                if folder is not None:
+                    error.add_note(f"take the step again: python tools/replay_step.py {shlex.quote(folder)}")
+                raise error

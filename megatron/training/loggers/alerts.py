@@ -229,11 +229,11 @@ def alert_logger(last_phase: bool) -> AlertLogger | None:
     return None if _alerts is None else AlertLogger(_alerts, last_phase)
 
 
-def start_alert(kind: str, text: str) -> threading.Thread | None:
+def start_alert(kind: str, text: str, step: int | None = None) -> threading.Thread | None:
     """Send an alert in a thread, and return it; None without alerts, or memory for a thread."""
     if _alerts is None:
         return None
-    sender = threading.Thread(target=_alerts.send, args=(kind, text), daemon=True)
+    sender = threading.Thread(target=_alerts.send, args=(kind, text, step), daemon=True)
     try:
         sender.start()
     except RuntimeError:

@@ -123,7 +123,8 @@ class RunLogger:
         if (alerts := alert_logger(last_phase=not later[0])) is not None:
             self.add("alerts", lambda: alerts)
         kind = "evaluation" if config.training.skip_train else "start"  # an evaluation does not restart the loss curve
-        self._event(kind, {"run-id": run_id, "world-size": world_size, **self._phase, **(facts or {})})
+        layout = {"world-size": world_size, "threads": torch.get_num_threads()}  # on which the bits of a CPU depend
+        self._event(kind, {"run-id": run_id, **layout, **self._phase, **(facts or {})})
         if reuse_note:
             self._has_loss_curve = not config.training.skip_train
             self.note(reuse_note)

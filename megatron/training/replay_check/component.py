@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.suspects import record_corruption
+from megatron.checkpoint.location import parse_location
+from megatron.checkpoint.rewinds import record_corruption
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
 from megatron.distributed import comm
@@ -35,7 +36,7 @@ from megatron.training.loggers.run_folder import JsonLinesLogger
 from megatron.training.metrics import StepMetrics, device_name
 from megatron.training.replay_check.recorder import GIVEN, GRADIENT, REDUCED, StepRecord, StepRecorder
 from megatron.training.replay_check.state import Finding, GatherCheck, StateAtRest, UpdateCheck
-from megatron.training.replay_check.verdict import Difference, RankReport, Verdict, judge, odd_one_out
+from megatron.training.replay_check.verdict import SOFTWARE, Difference, RankReport, Verdict, judge, odd_one_out
 from megatron.training.step import compute_gradients
 from megatron.training.trainer import Trainer
 
@@ -45,13 +46,15 @@ CORRUPTION = "E982"
 REPLAYS = 3
 """Replays of the first step of a start, and of a step that differs from its first replay."""
 
+CALIBRATING = 2
+"""Steps at the start that are all checked: the first repeats an update, and the second compares what it has left."""
 
 LISTED_PARAMETERS = 8
 """Parameters with a wrong gradient that a report names, at most."""
 
 
 class ReplayCheck(Component):
-    """Checks every ``interval``-th step, the first of a start, and those after which the run saves."""
+    """Checks every ``interval``-th step, the first two of a start, and those after which the run saves."""
 
     name = "replay_check"
     state_types: ClassVar[Mapping[str, Any]] = {"clean": int}
@@ -106,7 +109,7 @@ class ReplayCheck(Component):
             step == self._trainer.total_steps
             or (checkpoint.save_interval is not None and step % checkpoint.save_interval == 0)
         )
-        return step % self._every == 0 or step == self._first or saves
+        return step % self._every == 0 or step < self._first + CALIBRATING or saves
 
     def on_step_start(self) -> None:
         """Compare gathered weights with their owners', before a step that is checked; collective."""
@@ -210,7 +213,8 @@ class ReplayCheck(Component):
         local_rank, device = Launch.read(os.environ).local_rank, describe_device(trainer.device)
         mine = RankReport(world.rank, host_name(os.environ), local_rank, device, first, sorted(given), found)
         reports = [RankReport.from_json(each) for each in comm.all_gather_objects(mine.to_json(), world)]
-        verdict = judge(reports, step, len(replays), odd, self._calibrated)
+        calibrated = self._calibrated if replays else self._checks > CALIBRATING
+        verdict = judge(reports, step, len(replays), odd, calibrated)
         self._report(verdict, reports, step)
 
     def _copies_of_minority(self, copies: Sequence[WeightCopy]) -> list[Finding]:
@@ -227,7 +231,7 @@ class ReplayCheck(Component):
         run_dir, save, clean = config.logging.run_dir, config.checkpoint.save, self._clean or 0
         ends = self._policy != "report"
         if world.rank == 0 and ends and verdict.is_hardware and save is not None:
-            record_corruption(Path(save), clean, step, verdict.sentence)
+            record_corruption(parse_location(save), clean, step)
         if run_dir is not None and world.rank == 0:
             facts = {
                 "cause": verdict.cause,
@@ -249,7 +253,8 @@ class ReplayCheck(Component):
             return
         if verdict.is_hardware:
             raise CorruptionError(f"{CORRUPTION} {verdict.sentence}; the last step that was found clean is {clean}")
-        raise UserError([Problem("E983", verdict.sentence, ("--deterministic", "drop --replay-check"))])
+        fixes = () if verdict.place in SOFTWARE else ("--deterministic",)
+        raise UserError([Problem("E983", verdict.sentence, (*fixes, "drop --replay-check"))])
 
 
 def first_difference(a: StepRecord, b: StepRecord) -> Difference | None:

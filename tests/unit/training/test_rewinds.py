@@ -181,7 +181,7 @@ def test_the_explanation_of_a_skipped_step_changes_nothing(tmp_path: Path, plain
 
 
 def killed_at(point: str) -> Callable[..., Any]:
-    original = rewinds.write_rewinds
+    original = rewinds.add_rewinds
 
     def write(*arguments: Any) -> None:
         if point == "after the record":
@@ -203,7 +203,7 @@ def test_a_kill_at_any_time_changes_nothing(tmp_path: Path, plain: Outcome, poin
                     if point.startswith("step"):
                         stack.enter_context(before_step(int(point[5:]), second_time(kill)))
                     else:
-                        stack.enter_context(patch.object(rewinds, "write_rewinds", killed_at(point)))
+                        stack.enter_context(patch.object(rewinds, "add_rewinds", killed_at(point)))
                     assert start(run).status is None
                 if point == "after the record":  # nor does a run that only evaluates, or starts from this one
                     assert saved_steps(folder / "saved") == [2, 4, 6]
