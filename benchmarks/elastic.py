@@ -67,7 +67,7 @@ def seconds(elastic: bool, steps: int) -> float:
 def main() -> None:
     """Print the ratio of each round, and their median."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="of a run")
+    parser.add_argument("--steps", type=int, default=8, help="of a run")
     parser.add_argument("--rounds", type=int, default=3, help="alternating")
     options = parser.parse_args()
     ratios = []

@@ -329,7 +329,7 @@ def record_failure(
             if stall is not None and not stall.lost:
                 folder = save_stall(run_dir, stall)
                 echo(f"the stacks of the ranks: {folder}", file=sys.stderr, flush=True)
-                append_incident(Path(run_dir), "hang", stall.step, line["sentence"], folder)
+                append_incident(Path(run_dir), "hang", stall.step, str(line["sentence"]), folder)
 
     writer = threading.Thread(target=write, daemon=True)
     try:

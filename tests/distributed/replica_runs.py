@@ -202,9 +202,12 @@ class Fleet:
 
     def join(self, *indices: int) -> None:
         """Wait until the last starts of replicas have joined, with few steps of the others."""
-        waiting = "waiting for the others"
-        self.wait(lambda: all(waiting in self.text_of(index)[self.printed[index] :] for index in indices))
+        self.wait(lambda: all(self.waits(index) for index in indices))
         self.advance(lambda: all(self.is_back(index) for index in indices))
+
+    def waits(self, index: int) -> bool:
+        """Return True if the last start of a replica was about to join."""
+        return "waiting for the others" in self.text_of(index)[self.printed[index] :]
 
     def text_of(self, index: int) -> str:
         """What the first rank of a replica has printed, in all its starts."""

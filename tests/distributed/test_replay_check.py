@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
@@ -22,6 +23,7 @@ from megatron.config.run import RunConfig
 from megatron.training.callbacks.base import Callback
 from megatron.training.components.state_checksums import StateChecksums
 from megatron.training.digests import digest, word_sum
+from megatron.training.incidents import read_incidents
 from megatron.training.metrics import StepMetrics
 from megatron.training.replay_check import component
 from megatron.training.replay_check.recorder import FORWARD, GOT, GRADIENT, REDUCED
@@ -35,9 +37,20 @@ from megatron.training.replay_check.verdict import (
     odd_one_out,
 )
 from megatron.training.resume_source import find_resume_source
+from megatron.training.trainer import Trainer
 from tests.distributed.corruption import COMMON, LAYOUTS, MOE, Fault, run_layout, run_rank
 from tests.kit.pool import Pool
-from tests.kit.runs import KilledError, Outcome, checkpoint, differences, part_of, saved_steps, start, tiny_run
+from tests.kit.runs import (
+    KilledError,
+    Outcome,
+    before_step,
+    checkpoint,
+    differences,
+    part_of,
+    saved_steps,
+    start,
+    tiny_run,
+)
 
 SAVES = "--save {0}/saved --save-interval 2"
 
@@ -154,6 +167,32 @@ def test_a_checked_run_is_bitwise_the_same(pool: Pool, tmp_path: Path) -> None:
     found = differences(tmp_path / "checked" / "iter_0000003", tmp_path / "plain" / "iter_0000003")
     assert found == ["replay_check"]
     assert checkpoint(tmp_path / "checked" / "iter_0000003")[1]["replay_check"] == {"clean": 3}
+
+
+@pytest.mark.parametrize("transient", [True, False])
+def test_a_step_that_is_not_finite_is_replayed(tmp_path: Path, transient: bool) -> None:
+    def spoil(trainer: Trainer) -> None:
+        calls: list[int] = []
+
+        def spoil_output(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            calls.append(trainer.iteration)
+            spoils = len(calls) == 1 if transient else trainer.iteration == 3
+            return output * torch.nan if spoils else output
+
+        next(iter(trainer.chunks.values())).embedding.register_forward_hook(spoil_output)
+
+    flags = "--replay-check 100 --on-nonfinite skip --global-batch-size 1"
+    assert start(tiny_run(tmp_path, flags), before_step(4, spoil)).status == 0
+    (incident,) = (incident for _, incident in read_incidents(tmp_path))
+    expected = "its replay has other gradients" if transient else "its replay is the same to the bit"
+    assert expected in incident.sentence
+
+
+@pytest.mark.parametrize(("step", "steps"), [(4, [4]), (5, [])])
+def test_state_is_compared_before_a_step_that_is_checked(tmp_path: Path, step: int, steps: list[int]) -> None:
+    config = tiny_run(tmp_path, COMMON.replace("--replay-check 1", "--replay-check 2"))
+    run_rank(0, 1, config, [Fault(step, 0, "state", 7)])
+    assert [incident.step for _, incident in read_incidents(tmp_path)] == steps
 
 
 def corrupt(folder: Path, flags: str = "", step: int = 5, **patches: Any) -> int | None:

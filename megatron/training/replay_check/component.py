@@ -2,8 +2,8 @@
 
 A step that is checked is recorded (:mod:`megatron.training.replay_check.recorder`), and computed again before its
 update, while the weights are still those that it has used. The update is repeated on copies of some parameters, weights
-that were gathered are compared with digests of their owners, and main parameters and moments of every step with what
-the update before has left (:mod:`megatron.training.replay_check.state`).
+that were gathered are compared with digests of their owners, and main parameters and moments with what the update
+before has left (:mod:`megatron.training.replay_check.state`).
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class ReplayCheck(Component):
 
     def before_compute(self, batches: Sequence[MicroBatch], loss_grad: Tensor, tokens: Tensor) -> None:
         """Begin to record; see :class:`Component`."""
+        self._step = batches, loss_grad, tokens
         if self._due:
-            self._step = batches, loss_grad, tokens
             self._record = self._recording.enter_context(self._recorder.recording())
 
     def on_gradients(self, losses: dict[str, Tensor], tokens: Tensor) -> None:
@@ -152,9 +152,21 @@ class ReplayCheck(Component):
         self._recorder.record_reduced(record)
         return record
 
+    def replay_step(self) -> str:
+        """Compare the reduced gradients with those of a replay; see :class:`Component`."""
+        if not self._due:  # else it was replayed before its update
+            step, replay = StepRecord(), StepRecord()
+            self._recorder.record_reduced(step)
+            compute_gradients(self._trainer, *self._step)
+            self._recorder.record_reduced(replay)
+            if self._is_any_set([step.differences(replay, self._trainer.device)]):
+                return "; its replay has other gradients: a transient fault, or an operation that is not deterministic"
+        return "; its replay is the same to the bit, so no transient fault has caused it"
+
     def before_update(self, loss: Tensor | None, grad_norm: Tensor) -> Tensor | None:
         """Compare main parameters and moments with what the last update has left; see :class:`UpdateHook`."""
-        self._at_rest.compare()
+        if self._due:
+            self._at_rest.compare()
         return None
 
     def before_rule(self, group: ParamGroup, rule: UpdateRule, args: UpdateArgs) -> None:
@@ -166,7 +178,8 @@ class ReplayCheck(Component):
         """Repeat the update of the copies; see :class:`Component`."""
         if self._due:
             self._updated = self._update.compare(self._trainer.device)
-        self._at_rest.remember()
+        if self._is_due(self._trainer.iteration + 2):  # the next step; this one is not counted yet
+            self._at_rest.remember()
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Compare what the step has left, on all ranks; collective.

@@ -77,6 +77,7 @@ class StepRecorder(CommObserver):
         self._record: StepRecord | None = None
         for bucket in trainer.buckets.buckets:
             bucket.reduction = ObservedReduction(bucket.reduction, partial(self._see_gradients, bucket.layout))
+        trainer.optimizer.partial_grads.before_reduce = self._see_partial
         self._muted = False
 
     @contextmanager
@@ -128,6 +129,12 @@ class StepRecorder(CommObserver):
             yield
         finally:
             self._muted = False
+
+    def _see_partial(self) -> None:
+        """Record gradients before their last reduction, in whose sum a small difference may vanish."""
+        if self._record is not None:
+            for name in self._trainer.optimizer.partial_grads.names:
+                self._record.add(Event(REDUCED, name), self._trainer.optimizer.grads[name])
 
     def on_input(self, operation: str, tensors: Sequence[Tensor], group: Group | Channel) -> str:
         """See :class:`CommObserver`."""

@@ -72,7 +72,8 @@ class Difference:
         texts = {GRADIENT: f"gradient of {self.place}", REDUCED: f"reduced gradient of {self.place}"}
         found = texts.get(self.kind) or what[self.kind] + self.place
         action = f" in {self.action}" if self.action else ""
-        gradients = f", in gradients of {listed(self.parameters)}" if self.where == "reduction" else ""
+        named = self.where == "reduction" and self.parameters
+        gradients = f", in gradients of {listed(self.parameters)}" if named else ""
         return f"{found}{action}{gradients}" + (f", after {self.after}" if self.after else "")
 
 
