@@ -298,7 +298,7 @@ def record_failure(
     Before torch.distributed is initialised, rank 0 reports flag errors, which all ranks see. A missing device is
     reported by one rank of the machine under torchrun; under srun only the ranks without one fail, and all report.
     """
-    if run_dir is None or isinstance(error, SupersededError | CorruptionError) or not os.path.isdir(run_dir):
+    if run_dir is None or isinstance(error, SupersededError | CorruptionError):
         return
     launch, kind = Launch.read(environ), failure_kind(error)
     reports_device = kind == DEVICE and (launch.local_rank == 0 or launch.launcher == "srun")
@@ -319,6 +319,8 @@ def record_failure(
     }
 
     def write() -> None:
+        if not os.path.isdir(run_dir):
+            return
         with suppress(Exception):
             check_access(Path(run_dir), shared=True)
             file = JsonLinesLogger(Path(run_dir) / FAILURES_FILE, warn=lambda text: None)

@@ -23,6 +23,7 @@ from typing import Any
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import add_to_count, publish_text, read_texts, write_flight_record
 from megatron.distributed.places import BEAT, FAILED, FINISHING_SAVE, LEFT, PHASE, PLACE, REPORTED, read_all
+from megatron.training.first_cause import DISK_SECONDS, within
 from megatron.training.incidents import Incident, record_incident
 from megatron.training.stalls import (
     Stall,
@@ -104,7 +105,7 @@ class StallWatch:
         elif self.still >= DUMP_FRACTION * self._timeout and not self._has_stacks:
             self._has_stacks = True
             write_stacks()
-            write_flight_record()
+            within(DISK_SECONDS, write_flight_record, None)
 
     def find(self) -> Stall | None:
         """Return a stall that no collective has reported: of another backend than gloo, or of unequal calls."""

@@ -30,6 +30,7 @@ from megatron.config.plugins import registered
 from megatron.config.privacy import redact
 from megatron.config.run import RunConfig
 from megatron.training.failure_report import describe_error
+from megatron.training.first_cause import within
 from megatron.training.loggers.alerts import alert_logger
 from megatron.training.loggers.base import MetricLogger, Metrics, error_summary
 from megatron.training.loggers.console import CONSOLE_PREFIX, ConsoleLogger, print_line, print_warning
@@ -309,7 +310,15 @@ class RunLogger:
         if isinstance(error, SupersededError):
             self._superseded = error
             self._loggers.clear()
-        elif error is not None and self.enabled and self._owns_run(at_once=True):
+        if error is None:
+            self.close()
+        else:
+            # a dead disk must not keep a failed run from its end
+            within(LOGGER_TIMEOUT_SECONDS, partial(self._close_after, error), None)
+
+    def _close_after(self, error: BaseException) -> None:
+        """Record an error, and close."""
+        if self.enabled and self._superseded is None and self._owns_run(at_once=True):
             if self._read_pending is not None:
                 try:
                     self.train(self._read_pending())

@@ -158,6 +158,18 @@ def test_a_webhook_that_refuses_connections_costs_a_warning(
     assert "was not delivered: [Errno 111] Connection refused" in capsys.readouterr().err
 
 
+def test_an_alert_that_is_lost_does_not_hold_the_next_one_back(tmp_path: Path, hook: Hook) -> None:
+    hook.answers = [404, 200]
+    for rank in range(3):  # each is a process of its own
+        of(tmp_path, alert_webhook="env:HOOK").send("spike", f"of rank {rank}")
+    assert [line["text"].split(": ")[-1] for line in hook.got] == ["of rank 0", "of rank 1"]
+    ahead = {"event": "hang", "time": time.time() + 3000.0}  # of a node whose clock is ahead
+    with (tmp_path / "alerts.jsonl").open("a") as file:
+        file.write(json.dumps(ahead) + "\n")
+    of(tmp_path, alert_webhook="env:HOOK").send("hang", "now")
+    assert len(hook.got) == 3
+
+
 WRITE = "import os, sys; open(sys.argv[1], 'w').write(repr(sys.argv[2:]) + os.environ['ALERT_EVENT'])"
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,23 @@ def test_profiles_are_asked_for_like_by_the_file_of_their_own(tmp_path: Path) ->
 def test_the_usage_of_each_request_is_one(word: str) -> None:
     usage = tool.usage(word).split("|")[0].replace("[", "").replace("]", "").partition("=")[0]
     assert parse_request(usage.replace(" N", " 1"))[0] == COMMANDS[word].field
+
+
+def test_a_request_is_put_and_withdrawn_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "control"
+
+    def link(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+    assert tool.write_request(file, "save #a1\n", time.monotonic() + 5.0)
+    assert not tool.write_request(file, "stop #b2\n", time.monotonic() + 0.1)
+    assert not tool.withdraw(file, "b2")
+    assert file.read_text() == "save #a1\n"
+    assert tool.withdraw(file, "a1")
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_the_tool_prints_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
