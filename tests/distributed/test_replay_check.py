@@ -17,6 +17,7 @@ from megatron.checkpoint.suspects import CORRUPTION_FILE, read_corruption, recor
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.training.components.state_checksums import StateChecksums
+from megatron.training.loggers.run_folder import METRICS_FILE, read_json_lines
 from megatron.training.replay_check import component
 from megatron.training.replay_check.recorder import FORWARD, GOT, GRADIENT, REDUCED, digest, word_sum
 from megatron.training.replay_check.verdict import (
@@ -103,9 +104,14 @@ def take(rank: int, world_size: int, config: RunConfig) -> Outcome:
 
 def test_a_checked_run_is_bitwise_the_same(pool: Pool, tmp_path: Path) -> None:
     flags = f"{LAYOUTS['EP2 x DP2'][1]} --hidden-dropout 0.1 --train-iters 3 --save {{0}} --save-interval 3"
-    for name, more in (("checked", "--replay-check 1"), ("plain", "")):
+    for name, more in (("plain", ""), ("checked", "--replay-check 1")):
         config = tiny_run(tmp_path / f"{name}-run", f"{flags} {more}".format(tmp_path / name), 2)
-        assert [outcome.status for outcome in pool.run(2, take, config)] == [0, 0]
+        outcomes = pool.run(2, take, config)
+        assert [outcome.status for outcome in outcomes] == [0, 0]
+    assert "checks     every 1 step, the first and those that are saved are computed again" in outcomes[0].out
+    assert "--replay-check: 3 steps of this start checked; the last that was found clean is 3" in outcomes[0].out
+    lines = [line for line in read_json_lines(tmp_path / "checked-run" / METRICS_FILE) if line and "lm loss" in line]
+    assert [(line["replay-checks"], line["replay-clean-step"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
     found = differences(tmp_path / "checked" / "iter_0000003", tmp_path / "plain" / "iter_0000003")
     assert found == ["replay_check"]
     assert checkpoint(tmp_path / "checked" / "iter_0000003")[1]["replay_check"] == {"clean": 3}
