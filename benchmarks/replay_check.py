@@ -1,51 +1,97 @@
-"""Cost of ``--replay-check N``: seconds of runs with and without it, alternating, in one process each time.
+"""Cost of ``--replay-check N`` on one CPU process: steps with and without it, in processor seconds.
 
-Run with ``python -m benchmarks.replay_check``. The first step of a start, which is computed four times, is left out.
+Run with ``python -m benchmarks.replay_check``. Short runs alternate, one with ``--replay-check 2`` and one without, so
+that each round gives all three kinds of steps: without the check, between two checks, and checked. Processor seconds
+depend less on other programs than time does. With N, every step costs what a step between two checks does, and one of N
+what a checked one does. Steps 1 and 2 of a run, and its last one, are left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
+import io
 import tempfile
-from pathlib import Path
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from statistics import median
 
-ROOT = Path(__file__).parents[1]
+from megatron.arguments.cli import parse
+from megatron.config.plugins import register
+from megatron.training import main as training
+from megatron.training.callbacks.base import Callback
+from megatron.training.trainer import Trainer
+
 MODEL = (
-    "--mock-data --device cpu --lr 1e-3 --vocab-size 1000 --num-layers 4 --hidden-size 256 --num-attention-heads 4 "
-    "--ffn-hidden-size 1024 --max-position-embeddings 128 --seq-length 128 --global-batch-size 8 --log-interval 1"
+    "--mock-data --device cpu --lr 1e-3 --vocab-size 512 --num-layers 2 --hidden-size 128 --num-attention-heads 4 "
+    "--ffn-hidden-size 512 --max-position-embeddings 128 --seq-length 128 --micro-batch-size 8 --log-interval 1000 "
+    "--eval-iters 0"
 )
+GOAL = 0.02
+"""Cost over that of a step, at N = 50."""
+
+moments: list[float] = []
+"""Processor seconds at the start of each step of the last run."""
 
 
-def seconds(flags: str, steps: int) -> float:
-    """Return the mean seconds of a step."""
+@register("callback", "step_clock")
+class StepClock(Callback):
+    """Notes when steps start."""
+
+    interval = 1
+    pauses = False
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Start anew."""
+        super().__init__(trainer)
+        moments.clear()
+
+    def on_step_start(self) -> None:
+        """See :class:`Callback`."""
+        moments.append(time.process_time())
+
+
+def step_seconds(flags: str, steps: int, batch: int) -> dict[int, float]:
+    """Return the processor seconds of each step of a run but the first two and the last, by number."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "pretrain_gpt.py", *MODEL.split(), *flags.split(), "--train-iters", str(steps + 1)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command += ["--run-dir", folder]
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
-        return sum(line["iteration-time"] for line in lines if "lm loss" in line and line["iteration"] > 1) / steps
+        argv = [*MODEL.split(), *flags.split(), "--train-iters", str(steps), "--global-batch-size", str(batch)]
+        config = parse([*argv, "--run-dir", folder], {"RANK": "0", "WORLD_SIZE": "1"}).config
+        with redirect_stdout(io.StringIO()):
+            status = training.run(config)
+    if status:
+        raise RuntimeError(f"a run ended with {status}")
+    return {step: moments[step] - moments[step - 1] for step in range(3, steps)}
 
 
 def main() -> None:
-    """Print the ratio of each round, and their median."""
+    """Print the costs of each round, and their medians."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--interval", type=int, default=50, help="N")
-    parser.add_argument("--rounds", type=int, default=5, help="alternating")
+    parser.add_argument("--rounds", type=int, default=5, help="of two runs each")
+    parser.add_argument("--steps", type=int, default=9, help="of a run")
+    parser.add_argument("--batch", type=int, default=32, help="sequences of 128 tokens in a step")
     options = parser.parse_args()
-    ratios = []
+    rounds: list[tuple[float, float, float]] = []
     for number in range(options.rounds):
-        pair = [f"--replay-check {options.interval}", ""]
+        pair = ["--replay-check 2", ""]
         order = pair if number % 2 else pair[::-1]
-        found = {flags: seconds(flags, options.interval) for flags in order}
-        ratios.append(found[pair[0]] / found[pair[1]])
-        print(f"with {found[pair[0]]:.4f} s, without {found[pair[1]]:.4f} s a step: {ratios[-1]:.4f}", flush=True)
-    print(f"median {median(ratios):.4f} ({min(ratios):.4f} to {max(ratios):.4f})")
+        found = {flags: step_seconds(flags, options.steps, options.batch) for flags in order}
+        with_check, plain = found[pair[0]], median(found[""].values())
+        between = median(seconds for step, seconds in with_check.items() if step % 2)
+        checked = median(seconds for step, seconds in with_check.items() if step % 2 == 0)
+        rounds.append((plain, between, checked))
+        print(f"a step {plain:.4f} s, between checks {between:.4f} s, checked {checked:.4f} s", flush=True)
+    report(rounds, options.batch * 128)
+
+
+def report(rounds: Sequence[tuple[float, float, float]], tokens: int) -> None:
+    """Print the ratios and the cost by interval."""
+    every = median(between / plain - 1 for plain, between, _ in rounds)
+    check = median((checked - between) / plain for plain, between, checked in rounds)
+    print(f"steps of {tokens} tokens: digests of state {every:.2%} of every step, a check {check:.1%} of a step")
+    for interval in (10, 20, 50, 100, 200):
+        print(f"--replay-check {interval}: {1 + every + check / interval:.4f} of the time without")
+    if every < GOAL:
+        print(f"at most {GOAL:.0%} from --replay-check {check / (GOAL - every):.0f} on")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 ``python -m tests.elastic_soak --deaths 1000 --seed 1`` writes ``tests/golden/elastic.txt``. Each run is of a tiny model
 in replicas of one or two ranks. At random moments one or two of them are killed, or one of their ranks, or stopped for
 longer than ``--elastic-timeout``; they start again at once, so some die while others join, or while they are filled.
+One death in five does not wait until training goes on after the one before, and its time counts for both.
 At least one replica that has a state is always left. Each death has to be followed by training within ten seconds, and
 each step has to keep the promises of docs/elastic.md (`broken_promises`).
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import shutil
 import signal
 import statistics
@@ -31,6 +33,8 @@ FILE = Path(__file__).parent / "golden" / "elastic.txt"
 
 TIMEOUT = 3.0
 LIMIT_SECONDS = 10.0
+PAUSE = 0.03
+"""Seconds before every step."""
 
 SETUPS: dict[str, tuple[int, int, str]] = {
     "3 replicas": (3, 1, ""),
@@ -80,6 +84,7 @@ class Run:
     deaths: list[Death] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)  # starts that ended by themselves, and started again
+    load: float = 0.0  # of the machine in the last minute
 
 
 def strike(fleet: Fleet, random: Random, run: Run, stopped: dict[int, float]) -> None:
@@ -94,7 +99,7 @@ def strike(fleet: Fleet, random: Random, run: Run, stopped: dict[int, float]) ->
         return
     number = random.choice([1, 1, 1, len(others)])
     kind = "stopped" if random.random() < 0.05 else random.choice(["killed", "one rank killed"][: fleet.ranks])
-    step = max(fleet.step_of(index) for index in range(fleet.count))
+    step = fleet.last_step()
     for index in random.sample(others, 1 if kind == "stopped" else number):
         run.deaths.append(Death(kind, index, step, now, fleet.names[index]))
         programs = fleet.programs[index]
@@ -105,7 +110,8 @@ def strike(fleet: Fleet, random: Random, run: Run, stopped: dict[int, float]) ->
             continue
         if kind == "one rank killed":
             random.choice(programs).kill()
-            fleet.wait_for_end(index)
+            if fleet.is_back(index):  # a rank that still starts waits for the other one, until its launcher ends it
+                fleet.wait_for_end(index)
         fleet.kill(index)
         fleet.start(index)
 
@@ -158,19 +164,22 @@ def make_run(folder: Path, setup: str, seed: int, deaths: int, pace: float) -> R
     count, ranks, flags = SETUPS[setup]
     random, run, stopped = Random(seed), Run(setup), dict[int, float]()
     steps = 40 * deaths
-    base = f"{FP64} --lr 1e-4 --global-batch-size 12 --seed {seed} --train-iters {steps} --lr-decay-iters 1000"
+    base = f"{FP64} --lr 1e-4 --global-batch-size 6 --seed {seed} --train-iters {steps} --lr-decay-iters 1000"
     base += f" --lr-warmup-iters 0 --save-interval 40 --log-interval 10 {flags.replace('--elastic-batch shrink', '')}"
     elastic = f"--save {folder}/saved --elastic-timeout {TIMEOUT} {flags if 'elastic' in flags else ''}"
     try:
-        with Fleet(folder / "run", f"{base} {elastic}", count, ranks) as fleet:
+        with Fleet(folder / "run", f"{base} {elastic}", count, ranks, PAUSE) as fleet:
             fleet.start(*range(count))
             fleet.wait(lambda: all(fleet.is_back(index) for index in range(count)))
             while len(run.deaths) < deaths and all(fleet.step_of(index) < steps - 40 for index in range(count)):
                 time.sleep(pace * random.random())
                 wake(fleet, run, stopped)
+                if run.deaths and random.random() < 0.8:
+                    step = run.deaths[-1].step
+                    fleet.wait(lambda step=step: fleet.last_step() > step + 1)  # type: ignore[misc]
                 strike(fleet, random, run, stopped)
             last = run.deaths[-1].step
-            fleet.wait(lambda: max(fleet.step_of(index) for index in range(count)) > last + 2)
+            fleet.wait(lambda: fleet.last_step() > last + 2)
             while stopped:
                 time.sleep(0.1)
                 wake(fleet, run, stopped)
@@ -179,7 +188,7 @@ def make_run(folder: Path, setup: str, seed: int, deaths: int, pace: float) -> R
                 time.sleep(0.1)
                 wake(fleet, run, stopped)
             fleet.wait(lambda: all(fleet.is_back(index) for index in range(count)), 0.0)
-            taken = max(fleet.step_of(index) for index in range(count))
+            taken = fleet.last_step()
             fleet.kill(*range(count))
             measure(fleet, run)
             one = None
@@ -191,6 +200,7 @@ def make_run(folder: Path, setup: str, seed: int, deaths: int, pace: float) -> R
             run.wrong += broken_promises(fleet, one, 1e-8)
     except (TimeoutError, RuntimeError) as error:
         run.wrong.append(str(error))
+    run.load = os.getloadavg()[0]
     return run
 
 
@@ -199,8 +209,9 @@ def report(runs: Sequence[Run], command: str) -> list[str]:
     deaths = [death for run in runs for death in run.deaths]
     late = [death for death in deaths if death.again is None or death.again > LIMIT_SECONDS]
     wrong = [text for run in runs for text in run.wrong]
+    loads = [run.load for run in runs]
     lines = [
-        f"{command}, {datetime.date.today()}",
+        f"{command}, {datetime.date.today()}; load of {min(loads):.0f} to {max(loads):.0f} on {os.cpu_count()} cores",
         f"{len(deaths)} replicas lost in {len(runs)} runs; {len(wrong)} wrong, {len(late)} later than "
         f"{LIMIT_SECONDS:g} s; {sum(len(run.ended) for run in runs)} starts could not join and started again",
         "",
@@ -234,8 +245,8 @@ def main(argv: Sequence[str]) -> int:
     """Make runs until so many replicas were lost, and write what was found; 1 when something was wrong or late."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deaths", type=int, default=1000)
-    parser.add_argument("--per-run", type=int, default=25)
-    parser.add_argument("--pace", type=float, default=2.0, help="most seconds between two strikes")
+    parser.add_argument("--per-run", type=int, default=15)
+    parser.add_argument("--pace", type=float, default=1.5, help="most seconds between two strikes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--setups", nargs="+", type=int, default=range(len(SETUPS)), help="which, counted from 0")
     parser.add_argument("--output", type=Path, default=FILE)

@@ -99,7 +99,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_comparable(args: argparse.Namespace, target: ReplayTarget, source: ResumeSource) -> None:
-    """Raise DataError, before anything is computed, if the step would be taken only to be compared, with nothing."""
+    """Raise DataError, before anything is computed, if the step cannot be taken again, or be compared with anything."""
+    if target.config.diloco.diloco_sync_interval is not None:
+        raise DataError("the steps of a DiLoCo replica depend on what other replicas sent: they cannot be taken again")
+    if target.config.elastic.elastic_replicas is not None:
+        raise DataError("a step of an elastic replica sums what all replicas computed: it cannot be taken again alone")
     own = target.own
     comparable = target.lines_after(source) and (own is None or own.last == target.step)
     if target.record or args.bisect or args.samples or args.save or args.stop_at or comparable:
@@ -123,8 +127,6 @@ def report(args: argparse.Namespace, target: ReplayTarget, source: ResumeSource)
     load_plugins(target.config.compute.plugin)
     from megatron.training.replay import ReplayOptions, read_only_config  # torch: only for what can be taken
 
-    if target.config.diloco.diloco_sync_interval is not None:
-        raise DataError("the steps of a DiLoCo replica depend on what other replicas sent: they cannot be taken again")
     config, exact = read_only_config(target.config), True
     world_size = target.world_size
     if args.one_process and world_size > 1:

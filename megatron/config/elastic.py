@@ -9,6 +9,7 @@ from typing import ClassVar
 from megatron.config.errors import Problem
 from megatron.config.option import Need, Run, option
 from megatron.config.text import counted
+from megatron.config.training import parse_batch_steps
 
 ELASTIC = Need("elastic_replicas")
 
@@ -83,6 +84,10 @@ class ElasticConfig:
     E970 an expert bias moves by the loads of all replicas, which --elastic-replicas does not count together
       fix: --no-moe-router-enable-expert-bias | drop --elastic-replicas
 
+    num_experts and moe_router_load_balancing_type=global_aux_loss and elastic_replicas
+    E970 the loss global_aux_loss has the loads of all replicas, which --elastic-replicas does not count together
+      fix: --moe-router-load-balancing-type seq_aux_loss | drop --elastic-replicas
+
     elastic_replicas and elastic_replica>=elastic_replicas
     E971 --elastic-replica {elastic_replica}: the {elastic_replicas} replicas have the indices 0 to {elastic_replicas-1}
       fix: --elastic-replica {elastic_replicas-1} | --elastic-replicas {elastic_replica+1}
@@ -91,7 +96,7 @@ class ElasticConfig:
     def check_elastic_server(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that there is a server to meet at, and that its address can be read."""
         fix = "--elastic-server 127.0.0.1:29400"
-        if self.elastic_replicas is None or config.training.skip_train:
+        if not self.elastic_replicas or config.training.skip_train:
             return
         if self.elastic_server is None:
             place = "the --elastic-server at which replicas meet (tools/elastic.py starts one)"
@@ -104,17 +109,18 @@ class ElasticConfig:
     def check_elastic_batch(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that every replica has a micro-batch in every step."""
         model_ranks, training = config.parallel.model_ranks, config.training
-        if self.elastic_replicas is None or world_size % model_ranks or training.global_batch_size is None:
+        if self.elastic_replicas is None or world_size % model_ranks:
             return
-        ramp = training.rampup_batch_size
-        smallest = ramp[0] if ramp else training.global_batch_size
-        needed = self.elastic_replicas * training.micro_batch_size * (world_size // model_ranks)
+        unit, ramp = training.micro_batch_size * (world_size // model_ranks), training.rampup_batch_size
+        sizes = [size for _, size in parse_batch_steps(training.step_batch_size_schedule)]
+        sizes = sizes or [ramp[0] if ramp else training.global_batch_size or unit]
+        smallest, needed = min(sizes), self.elastic_replicas * unit
         if smallest < needed:
             sentence = (
                 f"a global batch of {smallest} has no micro-batch for each of --elastic-replicas "
                 f"{self.elastic_replicas}, which need {needed} samples"
             )
-            yield Problem("E973", sentence, (f"--global-batch-size {needed}",) if not ramp else ())
+            yield Problem("E973", sentence, () if ramp or len(sizes) > 1 else (f"--global-batch-size {needed}",))
 
     def row_elastic(self, config: Run, world_size: int) -> str:
         """Return the replicas and the policy."""

@@ -104,10 +104,10 @@ class ReliabilityConfig:
     """
 
     def check_suspects(self, config: Run, world_size: int) -> Iterator[Problem]:
-        """Check that suspect checkpoints can be set aside."""
+        """Check that suspect checkpoints are recorded on a disk."""
         save = config.checkpoint.save
         if self.replay_check is not None and save is not None and "://" in save:
-            sentence = f"--replay-check {self.replay_check} sets suspect checkpoints aside on disks only, not in {save}"
+            sentence = f"--replay-check {self.replay_check} is untested with object stores, such as {save}"
             yield Problem("E981", sentence, ("drop --replay-check", "--save DIR"))
 
     def row_checks(self, config: Run, world_size: int) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
 import time
 import zlib
 from collections import Counter
@@ -123,9 +124,11 @@ class ProcessPlace:
         # equal rows of several ranks are one group; `use` tells groups of the same ranks apart, in order of creation
         use = self._uses[axes, *ranks]
         self._uses[axes, *ranks] += 1
-        info = {"axes": axes, "ranks": _packed(ranks), "channel": channel, "use": use}
+        info = self.text(json.dumps({"axes": axes, "ranks": _packed(ranks), "channel": channel, "use": use}))
+        if info == TEXTS:  # rows of unknown groups would be compared as one group
+            return UNTRACKED
         self.slots[row : row + ROW] = memoryview(bytes(8 * ROW)).cast("q")
-        self.slots[row + INFO] = self.text(json.dumps(info))
+        self.slots[row + INFO] = info
         self.slots[ROWS] = number + 1
         return row
 
@@ -168,7 +171,9 @@ class ProcessPlace:
         self.reset()
         self.timeout = timeout
         try:
-            machine = f"{host} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+            # containers of a machine may number their processes apart
+            boot, numbering = Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")
+            machine = f"{host} {boot.strip()} {numbering}"
             descriptors = self.share()
         except (OSError, AttributeError):  # not Linux
             machine, descriptors = "", (-1, -1)
@@ -177,7 +182,7 @@ class ProcessPlace:
         self.world_row = self.new_row("world", range(len(processes)))
         for other, (_, _, where, process, *files) in enumerate(processes):
             if other != rank and where == machine and machine:
-                with suppress(OSError):  # in another container of this machine
+                with suppress(OSError):  # the process has just ended, or may not be read
                     opened = [os.open(f"/proc/{process}/fd/{file}", os.O_RDONLY) for file in files]
                     self.peers[other] = PeerPlace(process, *opened)
 
@@ -209,16 +214,22 @@ class PeerPlace:
     # Descriptors of its record and stacks.
     record: int
     stacks: int
-    # It has been seen to run; the number of a process that has ended may be given to another one.
+    # The number of a process that has ended may be given to another one: when this one began, and its descriptor.
     began: str = field(init=False)
+    handle: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.began = process_status(self.process)[1]
+        self.began, self.handle = process_status(self.process)[1], os.pidfd_open(self.process)
 
     def __del__(self) -> None:
-        for descriptor in (self.record, self.stacks):
+        for descriptor in (self.record, self.stacks, getattr(self, "handle", -1)):
             with suppress(OSError):
                 os.close(descriptor)
+
+    def kill(self) -> None:
+        """Kill the process if it has not ended."""
+        with suppress(OSError):
+            signal.pidfd_send_signal(self.handle, signal.SIGKILL)
 
     def read(self) -> dict[str, Any]:
         """Return the place, with what the kernel knows of the process."""

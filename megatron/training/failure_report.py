@@ -55,7 +55,8 @@ from megatron.distributed.launch import (
 from megatron.distributed.places import PLACE
 from megatron.pipeline.runtime import Pipeline
 from megatron.training.first_cause import DISK_SECONDS, consequences, count_consequence, is_first_failure, within
-from megatron.training.loggers.alerts import FAILURE, send_alert
+from megatron.training.loggers.alerts import FAILURE, FAILURE_SECONDS, send_alert, start_alert
+from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import JsonLinesLogger, append_incident
 from megatron.training.rank_log import claim_first_failure
 from megatron.training.replicas.members import ReplicaError
@@ -144,6 +145,11 @@ def report_failure(
         prefix = f"error on {rank}" if launch.world_size > 1 else "error"
         text = explain_error(error)
         echo(f"{prefix}: {text}", file=sys.stderr, flush=True)
+        if (stall := stall_behind(error)) is not None and not stall.lost:  # gloo raises an error of its own
+            alert = start_alert("hang", sentence, stall.step)
+        else:
+            kind = next((kind for known, kind in ALERT_KINDS if isinstance(error, known)), FAILURE)
+            alert = start_alert(kind, f"{rank}: {sentence}")  # launchers do not wait for long
         if positions := rank_positions(launch.rank, launch.world_size):
             echo(positions, file=sys.stderr, flush=True)
         write_error_file(error, text)
@@ -154,11 +160,8 @@ def report_failure(
         if several and (after := consequences(error, launch.world_size, host_name(os.environ))):
             echo(after, file=sys.stderr, flush=True)
         mark_reported()
-        if (stall := stall_behind(error)) is not None and not stall.lost:  # gloo raises an error of its own
-            send_alert("hang", sentence, step=stall.step)
-        else:
-            kind = next((kind for known, kind in ALERT_KINDS if isinstance(error, known)), FAILURE)
-            send_alert(kind, f"{rank}: {sentence}")
+        if alert is not None:
+            alert.join(FAILURE_SECONDS)
     finally:
         end_stuck_peers()
         if in_main:
@@ -392,8 +395,17 @@ class PeerWatchdog:
                 self._publish_position()
 
     def _watch(self) -> None:
+        try:
+            self._watch_ranks()
+        except Exception as error:  # such as no memory for a thread
+            # the timers would end a run that makes progress
+            self._stalls.close(failed=False)
+            print_warning(f"rank {self._world.rank} is no longer watched for stalls: {type(error).__name__}: {error}")
+
+    def _watch_ranks(self) -> None:
         """Publish the position once a rank has failed; end the process if it would wait for a rank that is gone."""
         published = terminated = False
+        awaited = {FAILED_KEY, REQUEST_KEY}  # of the store
         exit_at = failed_at = math.inf
         with self._receiver:
             while time.monotonic() < exit_at:
@@ -403,8 +415,9 @@ class PeerWatchdog:
                 if self._stopped.is_set():
                     return
                 self._stalls.poll()
-                found = {} if published else read_texts([FAILED_KEY, REQUEST_KEY])
-                if found:
+                found = read_texts([*awaited]) if awaited else {}
+                awaited -= found.keys()
+                if REQUEST_KEY in found:
                     self._stalls.answer()
                 if FAILED_KEY in found:
                     self._publish_position()

@@ -57,7 +57,7 @@ class RankLog:
         """
         self.path = path
         self._warn = warn
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may warn inside of `write`
         self._file = self._open()
         self._size = os.fstat(self._file).st_size
         self.write(f"{'' if self._size == 0 else chr(10)}==== {time.strftime('%Y-%m-%d %H:%M:%S %z')} {header}\n")
@@ -91,6 +91,10 @@ class RankLog:
         os.close(new)
         self._size = 0
 
+    def renew_lock(self) -> None:
+        """Replace the lock in a forked process, where the thread that holds it may be missing."""
+        self._lock = threading.RLock()
+
     def fileno(self) -> int:
         """Return the descriptor of the file."""
         return self._file
@@ -109,9 +113,11 @@ class StderrCopy(io.TextIOBase):
         self._stream, self._log = stream, log
 
     def write(self, text: str) -> int:
-        """Write to both."""
-        self._log.write(text)
-        return self._stream.write(text)
+        """Write to both; to the stream first, because the disk of the log may hang."""
+        try:
+            return self._stream.write(text)
+        finally:
+            self._log.write(text)
 
     def flush(self) -> None:
         """Flush the stream; the log has no buffer."""
@@ -131,6 +137,15 @@ class StderrCopy(io.TextIOBase):
 
 _open_log: RankLog | None = None
 """Of this process, like the handlers of ``logging``."""
+
+
+def after_fork() -> None:
+    """Let a forked process write into the log of its rank."""
+    if _open_log is not None:
+        _open_log.renew_lock()
+
+
+os.register_at_fork(after_in_child=after_fork)
 
 
 @contextmanager

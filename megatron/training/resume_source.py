@@ -112,7 +112,7 @@ class ResumeSource:
     def without_samples(self, config: RunConfig) -> RunConfig:
         """Return a configuration that leaves out the samples of :attr:`rewinds`, too."""
         phase = config.training.phase_name or ""
-        words = [rewind.words for rewind in self.rewinds if rewind.phase == phase]
+        words = [rewind.words for rewind in self.rewinds if rewind.phase == phase and rewind.end > rewind.begin]
         skipped = tuple(dict.fromkeys((*config.data.skip_samples, *words)))
         return replace(config, data=replace(config.data, skip_samples=skipped))
 
@@ -163,15 +163,10 @@ def _without_undone(
             with suppress(DamagedCheckpointError):
                 later = later_rewinds(step, [each.id for each in rewinds_of(Manifest.open(path).state)], rewinds)
         if later and is_complete(path):
-            notes.append(passed_over_note(path, undone_note(later[-1])))
+            notes.append(passed_over_note(path, later[-1].why))
         else:
             left.append((step, path))
     return left, notes
-
-
-def undone_note(rewind: Rewind) -> str:
-    """Return why a checkpoint is passed over that a rewind has undone."""
-    return f"the run has gone back from step {rewind.step} to step {rewind.limit} or earlier since"
 
 
 def _find_among(
@@ -202,6 +197,9 @@ def _find_among(
     if absent and step is None and not (named or pretrained):
         return ResumeSource(notes=(*notes, f"starts from scratch: --load {folder} does not exist or is empty"))
     found = CheckpointFolder(folder).named()
+    if step is None and found:
+        found, undone = _without_undone(found, read_rewinds(folder))
+        notes = (*notes, *undone)
     if is_complete(folder) or is_megatron_lm(folder):  # one checkpoint under another name
         iteration = step or 0  # for the error, if it is unreadable
         with suppress(DamagedCheckpointError):

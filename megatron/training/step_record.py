@@ -26,7 +26,8 @@ from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import Box
-from megatron.training.callbacks.health import HASH_BLOCK, layer_name, position_hash, square_sum
+from megatron.training.callbacks.health import layer_name, square_sum
+from megatron.training.digests import box_digest
 from megatron.training.trainer import Trainer
 
 MODULUS = 2**64
@@ -88,28 +89,6 @@ def _counted_boxes(trainer: Trainer, name: str, counted: ParamShard, tensor: Ten
     values = tensor.detach().reshape(-1)[counted.start - start : counted.stop - start]
     for slot in shard_boxes(spec, counted, spec.owned):
         yield slot.piece.global_box, slot.view_in(values)
-
-
-def box_digest(values: Tensor, box: Box, view: Sequence[int]) -> Tensor:
-    """Return the part of a global tensor's digest that a box of it contributes, an int64 scalar.
-
-    All NaNs count as the same, because their bits carry no value.
-
-    Args:
-        values: of the box, of shape ``box.size``.
-        box: in the global view.
-        view: shape of the global view.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    rows, first = max(1, HASH_BLOCK // max(1, math.prod(box.size[1:]))), box.start[0]
-    for block in values.split(rows):  # limits the memory of 64-bit places
-        place = torch.arange(first, first + len(block), device=values.device)
-        for start, size, extent in zip(box.start[1:], box.size[1:], view[1:]):
-            place = place.unsqueeze(-1) * extent + torch.arange(start, start + size, device=values.device)
-        canonical = block.where(~block.isnan(), torch.nan)
-        total += position_hash(canonical.contiguous().view(-1), place.view(-1))
-        first += len(block)
-    return total
 
 
 def gather_step_record(

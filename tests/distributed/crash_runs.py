@@ -81,7 +81,7 @@ def start(setup: Setup, folder: Path, fault: Fault | None = None) -> Ended:
         TimeoutError: when it does not end.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for file in folder.glob("rank*"):
+    for file in folder.glob("rank[0-9]*"):
         file.unlink()
     for rank in range(setup.ranks):  # which may be killed before it opens them
         (folder / f"rank{rank}.txt").touch()

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,9 @@ from unittest.mock import patch
 
 import torch
 
-from megatron.training import loop, main
+from megatron.training import elastic, loop, main
+from megatron.training.elastic import ElasticReplica
+from megatron.training.replicas.members import Replicas
 from megatron.training.replicas.store import serve
 from megatron.training.trainer import Trainer
 from tests.kit.processes import ForkedProgram, free_port
@@ -44,7 +46,36 @@ def weights_hash(trainer: Trainer) -> str:
     return digest.hexdigest()
 
 
-def replica_rank(folder: Path, flags: str, name: str, pause: float) -> int:
+MOMENTS: dict[str, tuple[Any, str]] = {
+    "exchange": (ElasticReplica, "on_gradients"),
+    "vote": (Replicas, "settle"),
+    "commit": (Replicas, "settle"),
+    "fill": (elastic, "copy_to_peers"),
+}
+"""Where a start can die: at the call of a function, or at its return for a commit."""
+
+
+def dies(place: str, mark: Path) -> AbstractContextManager[Any]:
+    """Let this process be killed at a place once ``mark`` is there."""
+    owner, name = MOMENTS[place]
+    act = getattr(owner, name)
+
+    def struck(*arguments: Any) -> Any:
+        found = act(*arguments) if place == "commit" else None
+        if mark.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found if place == "commit" else act(*arguments)
+
+    return patch.object(owner, name, struck)
+
+
+def steps_allowed(run: Path) -> float:
+    """Return the step after which all replicas of a run wait."""
+    file = run / "limit"
+    return int(file.read_text()) if file.exists() else float("inf")
+
+
+def replica_rank(folder: Path, flags: str, name: str, pause: float, place: str = "") -> int:
     """One rank of a start of a replica; after each step it appends a line to ``folder/steps.RANK.jsonl``."""
     faulthandler.register(STACKS, all_threads=True)
     take_step, complete, rank = loop.take_step, Trainer.complete, os.environ["RANK"]
@@ -56,6 +87,8 @@ def replica_rank(folder: Path, flags: str, name: str, pause: float) -> int:
 
     def recorded(trainer: Trainer, *arguments: Any) -> Any:
         time.sleep(pause)
+        while trainer.iteration >= steps_allowed(folder.parent):
+            time.sleep(0.02)
         computed.clear()
         metrics = take_step(trainer, *arguments)
         line = {
@@ -64,7 +97,8 @@ def replica_rank(folder: Path, flags: str, name: str, pause: float) -> int:
             "loss": metrics.loss.item(),
             "norm": metrics.grad_norm.item(),
             "weights": weights_hash(trainer),
-            "samples": f"{(trainer.reader.start_digest + trainer.reader.digest_read) % 2**64:016x}",
+            "before": trainer.reader.start_digest,
+            "read": {trainer.mesh.dp_rank: trainer.reader.digest_read},
             "computed": computed,
             "time": time.monotonic(),
         }
@@ -73,7 +107,8 @@ def replica_rank(folder: Path, flags: str, name: str, pause: float) -> int:
         return metrics
 
     no_picture = patch("megatron.training.loggers.run_logger.draw_plots", lambda *arguments: None)
-    with patch.object(loop, "take_step", recorded), patch.object(Trainer, "complete", completed), no_picture:
+    death = dies(place, folder.parent / f"death.{name}") if place else nullcontext()
+    with patch.object(loop, "take_step", recorded), patch.object(Trainer, "complete", completed), no_picture, death:
         status = main.run(tiny_run(folder, flags, int(os.environ["WORLD_SIZE"])))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -102,6 +137,7 @@ class Fleet:
     programs: dict[int, list[ForkedProgram]] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)  # of the last start of each replica
     starts: int = 0
+    printed: dict[int, int] = field(default_factory=dict)  # characters before the last start of each replica
     read: dict[Path, tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)  # bytes and lines of a file
 
     def __post_init__(self) -> None:
@@ -117,25 +153,66 @@ class Fleet:
         self.kill(*self.programs)
         self.server.stop()
 
-    def start(self, *indices: int, flags: str = "") -> None:
-        """Start replicas."""
+    def start(self, *indices: int, place: str = "") -> None:
+        """Start replicas, which die at a place of ``MOMENTS`` after :meth:`strike`."""
         for index in indices:
             folder = self.folder / str(index)
             folder.mkdir(exist_ok=True)
             self.starts += 1
-            name, own = f"{index}.{self.starts}", f"{self.flags} --elastic-replica {index} {flags}"
+            name, own = f"{index}.{self.starts}", f"{self.flags} --elastic-replica {index}"
             world = {"WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             self.names[index], self.programs[index] = name, []
+            self.printed[index] = len(self.text_of(index))
             for rank in range(self.ranks):
-                place, output = {"RANK": str(rank), "LOCAL_RANK": str(rank)}, self.folder / f"{index}.{rank}.output"
-                arguments = replica_rank, folder, own, name, self.pause
-                self.programs[index].append(ForkedProgram(*arguments, output=output, environment=world | place))
+                own_rank, output = {"RANK": str(rank), "LOCAL_RANK": str(rank)}, self.folder / f"{index}.{rank}.output"
+                arguments = replica_rank, folder, own, name, self.pause, place
+                self.programs[index].append(ForkedProgram(*arguments, output=output, environment=world | own_rank))
 
     def kill(self, *indices: int) -> None:
         """Kill replicas."""
         for index in indices:
             for program in self.programs[index]:
                 program.kill()
+
+    def strike(self, *indices: int) -> None:
+        """Let replicas die at the place with which they were started, when they come there."""
+        for index in indices:
+            (self.folder / f"death.{self.names[index]}").touch()
+
+    def allow(self, step: int) -> None:
+        """Let all replicas wait after a step."""
+        file = self.folder / "limit.new"
+        file.write_text(str(step))
+        file.replace(self.folder / "limit")
+
+    def advance(self, done: Callable[[], bool]) -> None:
+        """Let the replicas take one step after another until ``done()``."""
+        last = 0.0
+
+        def is_done() -> bool:
+            nonlocal last
+            if done():
+                return True
+            if self.last_step() >= steps_allowed(self.folder) and time.monotonic() > last + 0.5:
+                self.allow(self.last_step() + 1)
+                last = time.monotonic()
+            return False
+
+        self.wait(is_done)
+
+    def join(self, *indices: int) -> None:
+        """Wait until the last starts of replicas have joined, with few steps of the others."""
+        self.wait(lambda: all(self.waits(index) for index in indices))
+        self.advance(lambda: all(self.is_back(index) for index in indices))
+
+    def waits(self, index: int) -> bool:
+        """Return True if the last start of a replica was about to join."""
+        return "waiting for the others" in self.text_of(index)[self.printed[index] :]
+
+    def text_of(self, index: int) -> str:
+        """What the first rank of a replica has printed, in all its starts."""
+        file = self.folder / f"{index}.0.output"
+        return file.read_text() if file.exists() else ""
 
     def steps(self, index: int, rank: int = 0) -> list[dict[str, Any]]:
         """What a rank of a replica has recorded, in all its starts."""
@@ -153,9 +230,13 @@ class Fleet:
         return found
 
     def step_of(self, index: int) -> int:
-        """The last step that a replica has taken."""
+        """The last step that one replica has taken."""
         lines = self.steps(index)
         return int(lines[-1]["step"]) if lines else 0
+
+    def last_step(self) -> int:
+        """The last step that a replica has taken."""
+        return max(self.step_of(index) for index in range(self.count))
 
     def is_back(self, index: int) -> bool:
         """Return True if the last start of a replica has taken a step."""
@@ -246,13 +327,25 @@ def broken_promises(
                 yield f"step {step} follows {taken[start]} in {start}"
             taken[start] = step
         if one is not None:
-            yield from _differences(lines, one[step], tolerance)
+            yield from _differences(lines, one[step], tolerance, fleet.ranks)
 
 
-def _differences(lines: list[dict[str, Any]], theirs: Mapping[str, Any], tolerance: float) -> Iterator[str]:
+def _differences(lines: list[dict[str, Any]], theirs: dict[str, Any], tolerance: float, ranks: int) -> Iterator[str]:
     """Yield what a step of replicas does not have in common with the same step of one process."""
     for name in ("loss", "norm"):
         if abs(lines[0][name] - theirs[name]) > tolerance * abs(theirs[name]):
             yield f"step {theirs['step']}: {name} {lines[0][name]}, {theirs[name]} without replicas"
-    if {line["samples"] for line in lines} != {theirs["samples"]}:
-        yield f"step {theirs['step']}: the samples are others than without replicas: {lines}"
+    for start in {line["start"] for line in lines}:
+        mine = [line for line in lines if line["start"] == start]
+        if len(mine) == ranks and samples_of(mine) != samples_of([theirs]):  # some may be killed before they record it
+            yield f"step {theirs['step']}: the samples are others than without replicas: {mine}"
+    if others := {number for line in lines for number in line["computed"]}.difference(theirs["computed"]):
+        yield f"step {theirs['step']}: samples {sorted(others)} are not those of the step"
+
+
+def samples_of(lines: list[dict[str, Any]]) -> int:
+    """The digest of what all ranks of one start have read up to a step."""
+    read: dict[str, int] = {}
+    for line in lines:
+        read |= line["read"]  # the same on all ranks of a data-parallel rank
+    return int(lines[0]["before"] + sum(read.values())) % 2**64

@@ -9,23 +9,37 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
+from megatron.checkpoint.suspects import record_corruption
 
 from megatron.arguments.megatron_flags import foreign_flags
 from megatron.checkpoint.folder import CheckpointFolder
+from megatron.config.reliability import ReliabilityConfig
+from megatron.distributed.launch import world_group
+from megatron.training.elastic import ElasticReplica
+from megatron.training.loggers.alerts import Alerts
+from megatron.training.loggers.run_folder import JsonLinesLogger
+from megatron.training.rank_log import rank_log
+from megatron.training.replicas.members import Member
+from megatron.training.stall_watch import save_stall
+from megatron.training.stalls import explain_stall
+from megatron.training.stop import StopRequest
 from megatron.training.trainer import Trainer
 from tests.kit.processes import ForkedProgram, free_port
 from tests.kit.runs import before_step, spoil_step
 from tests.unit import pages
 from tests.unit.doctor.test_nodes import rank_of_job
+from tests.unit.training.test_stalls import recorded
 from tools.lib import disk_health
 
 ROOT = Path(__file__).parents[2]
@@ -230,19 +244,29 @@ def _(case: Case) -> None:
     assert "nvidia-smi is missing, fails or does not answer" in shown.text
 
 
+JOB = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NNODES": "2"}
+"""Variables of a job of two nodes."""
+
+
 @exercise("ranks wait for each other in vain", "`slow rN` in each log line")
 def _(case: Case) -> None:
-    """Two ranks as of two nodes; tests/unit/doctor slows one of them down."""
-    assert case.row.command == "srun python tools/doctor.py"
-    environ = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NNODES": "2"}
-    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    """The first of two nodes, and the second does not come; tests/unit/doctor has three, one of which is slow."""
+    environ = JOB | {"SLURM_PROCID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shown = case.run(patch.dict(os.environ, environ), patch("tools.cluster_check.nodes.JOIN_SECONDS", 0.2))
+    assert (shown.status, "the ranks could not join" in shown.text) == (1, True), shown.text
+
+
+@pytest.mark.slow
+def test_the_doctor_joins_two_nodes(tmp_path: Path) -> None:
+    """The long form of `srun python tools/doctor.py`."""
+    environ = JOB | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
                 ForkedProgram(
                     rank_of_job,
                     [],
-                    output=case.folder / f"{rank}.log",
+                    output=tmp_path / f"{rank}.log",
                     environment=environ | {"SLURM_PROCID": str(rank), "SLURMD_NODENAME": f"node{rank}"},
                 )
             )
@@ -336,6 +360,33 @@ def preprocess_again(case: Case) -> list[str]:
     return f"{places} --append-eod {tokenizer}".split()
 
 
+# ---- Hangs
+
+
+@exercise("`stalled for 10 minutes`", "and you want the code")
+def _(case: Case) -> None:
+    """Rank 1 of two has called nothing, and rank 0 waits for it."""
+    places = {0: recorded([("dp", (0, 1), "all-reduce", 7)], awaited=True), 1: recorded([], awaited=False)}
+    for rank, place in places.items():
+        place["stacks"] = f'Thread (most recent call first):\n  File "data.py", line {rank} in read\n'
+    save_stall(str(case.copy()), explain_stall(places, 600.0))
+    text = case.run().text
+    if "rank_*" in case.row.command:
+        assert 'File "data.py", line 1 in read' in text
+    else:
+        facts = json.loads(text)["facts"]
+        assert (facts["culprits"], facts["places"]["0"]["groups"][0]["awaited"]["operation"]) == ([1], "all-reduce")
+
+
+@exercise("nothing, for longer than a step takes")
+def _(case: Case) -> None:
+    with subprocess.Popen(["sleep", "60"]) as program:
+        program.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, program.pid, os.WSTOPPED)
+        assert re.search(r"^State:\s+T", case.run(PID=program.pid).text, re.MULTILINE)
+        program.kill()
+
+
 # ---- Crashes
 
 
@@ -361,11 +412,25 @@ def _(case: Case) -> None:
     assert re.search(r"step 3.*(error|nonfinite|not finite)", case.run().text)
 
 
-@exercise("which rank was where")
+@exercise("what a rank had to say")
 def _(case: Case) -> None:
     failed_run(case)
     shown = case.run()
     assert re.search(r"rank 0 of 1 on .*\n(.*\n)*error: .*not finite", shown.text)
+
+
+def crash(run_dir: str) -> int:
+    """Abort as a rank of a run."""
+    with rank_log(run_dir, 3, 8, {}):
+        os.abort()
+
+
+@exercise("`lost contact`, and no traceback")
+def _(case: Case) -> None:
+    run = case.copy()
+    with ForkedProgram(crash, str(run), output=case.folder / "printed") as program:
+        assert program.wait(60.0) == -signal.SIGABRT
+    assert case.run().text.split() == [f"{run}/ranks/rank_00003.log"]
 
 
 @exercise("out of memory")
@@ -441,6 +506,66 @@ def _(case: Case) -> None:
     assert "2/4 " not in shown.text
 
 
+# ---- Wrong bits
+
+
+@exercise("a GPU may compute wrong")
+def _(case: Case) -> None:
+    def flip(trainer: Trainer) -> None:
+        """Change one output of step 2, once."""
+        block = next(module for name, module in trainer.chunks[next(iter(trainer.chunks))].named_modules() if name)
+        hook = block.register_forward_hook(lambda module, inputs, output: (hook.remove(), output * 1.5)[1])
+
+    case.flags += f" --save {case.folder}/saved --run-dir {case.folder}/run"
+    shown = case.run(before_step(2, flip), N=2)
+    assert (shown.status, "E982" in shown.text) == (1, True), shown.text
+    assert (case.folder / "saved" / "corruption.json").exists()
+
+
+@exercise("E982 corruption was found", "E984: the next start is refused")
+def _(case: Case) -> None:
+    saved = case.copy() / "saved"
+    record_corruption(saved, clean=2, found=4, sentence="rank 0: an activation differs")
+    if case.row.command.startswith("cat"):
+        assert json.loads(case.run().text)["clean"] == 2
+        return
+    case.flags += f" --save {saved}"
+    assert "E984" in call("pretrain_gpt.py", case.flags.split()).text
+    shown = case.run()
+    assert (shown.status, "suspect_0000004" in shown.text, "3/4" in shown.text) == (0, True, True), shown.text
+    assert (saved / "suspect_0000004").is_dir()
+
+
+# ---- Replicas and alerts
+
+
+@exercise("`elastic replica 1 left`")
+def _(case: Case) -> None:
+    """What a replica notes; tests/distributed/test_elastic_replicas.py kills some."""
+    run = case.copy()
+    log = JsonLinesLogger(run / "metrics.jsonl", warn=lambda text: None)
+    replica = Mock(_members=[Member(0, "a", {}), Member(1, "b", {})], trainer=Mock(iteration=57))
+    replica.log.note = lambda text: log.write({"event": "note", "text": text})
+    ElasticReplica._accept(replica, [Member(0, "a", {})])
+    log.close()
+    assert json.loads(case.run().text)["text"] == "elastic replica 1 left after step 57; there are 0"
+
+
+@exercise("an alert that did not arrive")
+def _(case: Case) -> None:
+    options = ReliabilityConfig(alert_command="true")
+    Alerts(options, str(case.copy())).send("spike", "the loss of step 3 is 9 times as large", 3)
+    line = json.loads(case.run().text)
+    assert (line["event"], line["step"]) == ("spike", 3)
+
+
+@exercise("a new alert command")
+def _(case: Case) -> None:
+    shown = case.run(PROGRAM="no-such-program")
+    assert (shown.status, "E710" in shown.text) == (2, True)
+    assert case.run(PROGRAM="true").status == 0
+
+
 # ---- Speed
 
 
@@ -467,11 +592,11 @@ def request_of(case: Case) -> Callable[[Trainer], None]:
 
 @exercise("and no wait explains it")
 def _(case: Case) -> None:
-    act = request_of(case)
-    flags = f"{case.flags} --train-iters 5 --run-dir {case.folder}/run".split()
-    shown = call("pretrain_gpt.py", flags, patch("megatron.training.stop.FILE_CHECK_SECONDS", 0.0), before_step(2, act))
-    assert shown.status == 0, shown.text
-    assert [path.name for path in (case.folder / "run" / "profiles").glob("*.json.gz")]
+    """The request is read; tests/unit/training/test_profiling.py records one."""
+    stop = StopRequest(world_group(0, 1), torch.device("cpu"), None, None, None, str(case.copy()))
+    assert case.run().status == 0
+    assert (stop.poll(), stop.requests.profile) == (0, 2)
+    stop.restore()
 
 
 @exercise("a large `bubble`")
@@ -584,7 +709,7 @@ def _(case: Case) -> None:
     assert [path.name for path in (case.folder / "saved").glob("iter_*")] == ["iter_0000002"]
 
 
-@exercise("a checkpoint now", "to stop it after this step, with a save")
+@exercise("a checkpoint now", "to stop it after this step, with a save", "to see where every rank is")
 def _(case: Case) -> None:
     """The tool waits for the answer in a process of its own, while the run goes on."""
     case.words["RUN"] = str(case.folder / "run")
@@ -604,6 +729,9 @@ def _(case: Case) -> None:
         shown = call("pretrain_gpt.py", flags, quickly, before_step(2, ask))
         assert shown.status == 0, shown.text
         assert asked[0].wait(60.0) == 0, asked[0].output
+    if words[-1] == "stacks":
+        assert "most recent call first" in (case.folder / "run" / "ranks" / "rank_00000.log").read_text()
+        return
     names = {path.name for path in (case.folder / "saved").glob("iter_*")}
     assert len(names) == (1 if words[-1] == "stop" else 2), asked[0].output
 

@@ -226,11 +226,14 @@ def find_source(target: ReplayTarget, given: str | None) -> ResumeSource:
 def on_course(target: ReplayTarget, manifest: Manifest) -> bool:
     """Return True if the run took the step after this checkpoint, not before or after it went back elsewhere."""
     known = [rewind.id for rewind in rewinds_of(manifest.state)]
-    if "rewinds" in target.record:
-        return set(known) <= set(target.record["rewinds"])
     rewinds: Sequence[Rewind] = ()
     with suppress(OSError, CheckpointError):
         rewinds = read_rewinds(manifest.path.parent)
+    if "rewinds" in target.record:
+        before = target.record["rewinds"]
+        if not set(known) <= set(before):
+            return False
+        rewinds = [rewind for rewind in rewinds if rewind.id in before]
     return not later_rewinds(int(manifest.state["iteration"]), known, rewinds)
 
 

@@ -72,11 +72,13 @@ def act_on_step(
     most = trainer.config.reliability.max_incidents
     has_room = run_dir is not None and run_on_rank0(lambda: _recorded(run_dir) < most, trainer.mesh.world)
     record: Mapping[str, Any] = {}
-    if has_room:  # first, because the explanation computes the step again
+    if has_room:  # first, because others compute the step again
         numbers = {"loss": (facts or {}).get("loss"), "grad_norm": (facts or {}).get("grad-norm")}
         record = gather_step_record(trainer, batches, numbers, intact)
+    replayed = "".join(part.replay_step() for part in trainer.components) if intact else ""
     if explain is not None and (has_room or policy.act not in ("log", "skip")):
         sentence = explain()
+    sentence += replayed
     reader = trainer.reader
     own = reader.range_of_steps(step - 1, step)
     text = f"{sentence}; {FOLLOWS[policy.act]}"

@@ -24,6 +24,7 @@ from typing import IO, Any
 from megatron.config.alerts import webhook_url
 from megatron.config.privacy import check_access, redact
 from megatron.config.reliability import ReliabilityConfig
+from megatron.training.first_cause import within
 from megatron.training.loggers.base import Metrics
 from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import JsonLinesLogger, read_json_lines
@@ -38,6 +39,9 @@ COMMAND_SECONDS, WEBHOOK_SECONDS = 10.0, 5.0
 
 ATTEMPTS, PAUSE_SECONDS = 3, 1.0
 """Attempts to reach a webhook, and the first pause between two; the next is twice as long."""
+
+DISK_SECONDS = 2.0
+"""Seconds after which the records of alerts are given up, because the disk hangs; the alert is sent."""
 
 FAILURE_SECONDS = 15.0
 """Seconds that a failing rank waits for its alert, before the launcher sees its end."""
@@ -56,7 +60,8 @@ class Alerts:
     def send(self, kind: str, text: str, step: int | None = None) -> None:
         """Send an alert, unless one of its kind was sent less than ``--alert-interval-mins`` ago; never raises."""
         now, interval = time.time(), 60.0 * self._options.alert_interval_mins
-        if now - self._last_sent(kind) < interval:
+        last = self._last.get(kind, 0.0)
+        if now - max(last, within(DISK_SECONDS, lambda: self._last_recorded(kind), 0.0)) < interval:
             self._held[kind] = self._held.get(kind, 0) + 1
             return
         self._last[kind] = now
@@ -65,7 +70,7 @@ class Alerts:
         run = None if self._run_dir is None else str(self._run_dir.absolute())
         host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         record = {"event": kind, "text": redact(text), "run": run, "step": step, "host": host, "time": now}
-        self._record(record)
+        within(DISK_SECONDS, lambda: self._record(record), None)
         options = self._options
         for flag, given, deliver in (
             ("--alert-command", options.alert_command, run_command),
@@ -78,9 +83,9 @@ class Alerts:
             except Exception as error:  # no alert is worth the run
                 print_warning(f"{flag}: the alert {kind!r} was not delivered: {describe(error)}")
 
-    def _last_sent(self, kind: str) -> float:
-        """Return when an alert of this kind was sent, by any rank or start; 0 if never."""
-        times = [self._last.get(kind, 0.0)]
+    def _last_recorded(self, kind: str) -> float:
+        """Return when an alert of this kind was sent, by any rank or start, as the run's folder has it; 0 if never."""
+        times = [0.0]
         if self._run_dir is not None:
             with suppress(OSError):
                 lines = [line for line in read_json_lines(self._run_dir / ALERTS_FILE) if line is not None]
@@ -224,11 +229,19 @@ def alert_logger(last_phase: bool) -> AlertLogger | None:
     return None if _alerts is None else AlertLogger(_alerts, last_phase)
 
 
-def send_alert(kind: str, text: str, seconds: float = FAILURE_SECONDS, step: int | None = None) -> None:
-    """Send an alert from a rank that is about to end, and wait at most ``seconds`` for it; never raises."""
+def start_alert(kind: str, text: str, step: int | None = None) -> threading.Thread | None:
+    """Send an alert in a thread, and return it; None without alerts, or memory for a thread."""
     if _alerts is None:
-        return
+        return None
     sender = threading.Thread(target=_alerts.send, args=(kind, text, step), daemon=True)
-    with suppress(RuntimeError):  # no memory for a thread
+    try:
         sender.start()
+    except RuntimeError:
+        return None
+    return sender
+
+
+def send_alert(kind: str, text: str, seconds: float = FAILURE_SECONDS) -> None:
+    """Send an alert from a rank that is about to end, and wait at most ``seconds`` for it; never raises."""
+    if (sender := start_alert(kind, text)) is not None:
         sender.join(seconds)

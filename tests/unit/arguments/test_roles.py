@@ -162,6 +162,7 @@ CONTEXT = {
 
 CHANGED = {
     "mamba_dt_max": "0.01",
+    "on_spike": "log",
     "mamba_norm_groups": "1",
     "rope_type": "rope",
     "rotary_base_local": "5",

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.rewinds import Rewind, write_rewinds
 from megatron.training.incidents import read_incidents
 from tests.distributed.test_replay import EMBEDDING, SAVES, STEP, nan_in_embedding
 from tests.kit.runs import before_step, contents, start, tiny_run
-from tools.lib.replayed_step import read_target
+from tools.lib.replayed_step import ReplayTarget, on_course, read_target
 from tools.replay_step import main
 
 
@@ -101,6 +104,7 @@ def test_a_mean_of_steps_is_taken_again_from_before_its_first(
         (("--step", "0"), "steps are counted from 1"),
         (("--step", "5", "--checkpoint", "nowhere"), "no checkpoint before step 5"),
         (("--step", "5", "--set", "data.sed=3"), "there is no option"),
+        (("--step", "5", "--set", "elastic.elastic_replicas=2"), "a step of an elastic replica sums"),
         (("--step", "4", "--module", "layers.7.mlp", "--samples"), "the model has no module layers.7.mlp"),
     ],
 )
@@ -110,3 +114,19 @@ def test_what_cannot_be_taken_again_ends_with_status_2(
     status, text = replayed(capsys, run, *argv)
     assert status == 2, text
     assert words in text
+
+
+def test_a_checkpoint_that_a_rewind_has_undone_is_not_the_base_of_later_steps(tmp_path: Path) -> None:
+    """Step 6 was saved before the run went back from step 7 to step 4; step 5 afterwards."""
+    rewind = Rewind("a", "spike", 7, 3, 16, 28)
+    write_rewinds(tmp_path, [rewind])
+
+    def is_base(iteration: int, known: list[Rewind], record: dict[str, Any]) -> bool:
+        state = {"iteration": iteration, "rewinds": {"list": [each.to_json() for each in known]}}
+        target = ReplayTarget(tmp_path, 8, tiny_run(tmp_path), 1, record)
+        return on_course(target, Manifest(tmp_path / f"iter_{iteration:07d}", 1, {}, {}, state, {}))
+
+    after, before = {"rewinds": ["a"]}, {"rewinds": list[str]()}
+    assert [is_base(6, [], record) for record in (after, before, {})] == [False, True, False]
+    assert [is_base(4, [], record) for record in (after, before, {})] == [True, True, True]
+    assert [is_base(5, [rewind], record) for record in (after, before, {})] == [True, False, True]

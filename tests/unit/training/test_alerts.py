@@ -231,3 +231,13 @@ def test_urls_that_hold_a_key_or_cannot_be_used_are_refused(
 def test_commands_that_cannot_be_run_are_refused(command: str) -> None:
     with pytest.raises(UserError, match="E710 --alert-command"):
         parse([*FLAGS.split(), "--alert-command", command], {"RANK": "0", "WORLD_SIZE": "1"})
+
+
+def test_a_disk_that_hangs_holds_no_alert_back(hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(module, "DISK_SECONDS", 0.1)
+    monkeypatch.setattr(module, "read_json_lines", lambda path: [] * hangs.wait(30.0))
+    monkeypatch.setattr(module, "check_access", lambda *place, **options: hangs.wait(30.0))
+    Alerts(ReliabilityConfig(alert_webhook="env:HOOK"), str(tmp_path)).send("failure", "the disk is gone")
+    hangs.set()
+    assert [got["text"].endswith("failure: the disk is gone") for got in hook.got] == [True]

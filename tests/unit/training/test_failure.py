@@ -483,3 +483,15 @@ def _wait_for(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_a_watchdog_that_fails_leaves_the_run_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    no_thread = RuntimeError("can't start new thread")
+    with (
+        patch.object(failure_report, "read_texts", side_effect=no_thread),
+        patch.object(failure_report.StallWatch, "close") as close,
+        PeerWatchdog(WORLD) as watchdog,
+    ):
+        watchdog._thread.join(10.0)
+        close.assert_called_once_with(failed=False)  # or its timers end the process
+    assert "no longer watched for stalls: RuntimeError: can't start new thread" in capsys.readouterr().err

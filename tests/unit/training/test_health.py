@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.callbacks import health
+from megatron.training import digests
 from megatron.training.callbacks.health import (
     WeightCopy,
-    bit_hash,
     describe_difference,
     layer_name,
     square_sum,
     summarize_health,
 )
+from megatron.training.digests import bit_hash
 from megatron.training.loggers.console import health_line
 from megatron.training.metrics import StepMetrics
 
@@ -111,7 +111,7 @@ def test_a_digest_follows_from_values_and_places_alone(dtype: torch.dtype, monke
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     whole, turned = bit_hash(x), bit_hash(x.t().contiguous())
     assert bit_hash(x.t()) == turned != whole
-    monkeypatch.setattr(health, "HASH_BLOCK", 4)
+    monkeypatch.setattr(digests, "HASH_BLOCK", 4)
     assert bit_hash(x) == whole
     assert bit_hash(torch.empty(0, 4)) == 0
 

@@ -326,7 +326,7 @@ def everything() -> dict[str, Any]:
     return (
         found
         | ThroughputModel.from_config(config, 2, "cpu").metrics(found)
-        | {**dict.fromkeys(POWER_METRICS, 1.0), "world-size": 2, "phase": "main"}
+        | {**dict.fromkeys(POWER_METRICS, 1.0), "world-size": 2, "phase": "main", "rewinds": 1}
     )
 
 
@@ -457,6 +457,7 @@ def test_yardstick_of_a_run() -> None:
     assert (smaller_before.total_iterations, smaller_before.total_samples) == (100, 280)
     assert throughput_model.metrics(record()) == {  # of 800 tokens/s on 8 ranks
         "throughput": pytest.approx(100 * flops.megatron / 1e12),
+        "tokens-per-second-per-gpu": 100.0,
         "mfu": pytest.approx(100 * flops.full / 312e12),
         "mfu-causal": pytest.approx(100 * flops.causal / 312e12),
         "hfu": pytest.approx(100 * flops.full / 312e12),

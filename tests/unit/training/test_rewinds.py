@@ -14,11 +14,13 @@ from unittest.mock import patch
 import pytest
 
 from megatron.checkpoint.format import Manifest
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.training import features, rewinds
 from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.components.spikes import SpikeCheck
 from megatron.training.incidents import read_incidents, read_step_record
 from megatron.training.loggers.run_folder import read_history
+from megatron.training.resume_source import find_resume_source
 from megatron.training.trainer import Trainer
 from tests.kit.runs import (
     KilledError,
@@ -179,7 +181,7 @@ def test_the_explanation_of_a_skipped_step_changes_nothing(tmp_path: Path, plain
 
 
 def killed_at(point: str) -> Callable[..., Any]:
-    original = rewinds.write_rewinds
+    original = rewinds.add_rewinds
 
     def write(*arguments: Any) -> None:
         if point == "after the record":
@@ -201,8 +203,13 @@ def test_a_kill_at_any_time_changes_nothing(tmp_path: Path, plain: Outcome, poin
                     if point.startswith("step"):
                         stack.enter_context(before_step(int(point[5:]), second_time(kill)))
                     else:
-                        stack.enter_context(patch.object(rewinds, "write_rewinds", killed_at(point)))
+                        stack.enter_context(patch.object(rewinds, "add_rewinds", killed_at(point)))
                     assert start(run).status is None
+                if point == "after the record":  # nor does a run that only evaluates, or starts from this one
+                    assert saved_steps(folder / "saved") == [2, 4, 6]
+                    other = find_resume_source(CheckpointConfig(load=f"{folder}/saved"))
+                    assert other.paths[0] == folder / "saved/iter_0000004"
+                    assert "the run has gone back from step 7" in other.notes[0]
                 # without flags, after the record: the folder decides
                 run = run if point == "before the record" else tiny_run(folder, run_flags(folder))
             assert start(run).status == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.distributed.places import AWAITED, BACKGROUND, PHASE, STEP, ProcessPlace
+from megatron.distributed.places import AWAITED, BACKGROUND, PHASE, STEP, UNTRACKED, ProcessPlace
 from megatron.training.stalls import Stall, awaited_call, describe, explain_stall, missing_ranks
 
 
@@ -134,3 +134,13 @@ def test_groups_of_the_same_ranks_are_told_apart() -> None:
     first, second = place.read()["groups"]
     assert (first["use"], first["calls"], second["use"], second["calls"]) == (0, 0, 1, 1)
     assert first["ranks"] == [*range(100, 4, -3)]
+
+
+def test_groups_without_room_for_their_text_are_not_compared() -> None:
+    place = ProcessPlace()
+    ranks = [n * n for n in range(1000)]  # no even steps
+    rows = [place.new_row(f"axes {number}", ranks) for number in range(40)]
+    assert UNTRACKED in rows
+    for number, row in enumerate(rows):
+        place.call(row, "all-reduce", "dp", "torch.float32", number)
+    assert all(group["axes"] for group in place.read()["groups"])
