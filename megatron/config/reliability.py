@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 from megatron.config.alerts import command_problems, webhook_problems
 from megatron.config.errors import Problem
 from megatron.config.option import Need, Run, option
+from megatron.config.text import counted
 
 ALERTS = Need("alert_command or alert_webhook", "--alert-command or --alert-webhook")
 
@@ -108,6 +109,16 @@ class ReliabilityConfig:
         if self.replay_check is not None and save is not None and "://" in save:
             sentence = f"--replay-check {self.replay_check} is untested with object stores, such as {save}"
             yield Problem("E981", sentence, ("drop --replay-check", "--save DIR"))
+
+    def row_checks(self, config: Run, world_size: int) -> str:
+        """Return which steps are computed again, and what follows a difference."""
+        if self.replay_check is None:
+            return ""
+        follows = {"stop": "ends the run", "exclude": "ends the run, and a restart leaves the node out"}
+        return (
+            f"every {counted(self.replay_check, 'step')}, the first and those that are saved are computed again; a "
+            f"difference {follows.get(self.on_corruption, 'is reported')}"
+        )
 
     def note_slowest_ranks(self, config: Run, world_size: int) -> Iterator[str]:
         """Note that a single rank is not compared."""

@@ -309,13 +309,14 @@ def record_failure(
     if stall is not None and stall.culprits:  # scripts look for bad machines
         rank = stall.culprits[0]
         host, local_rank = PLACE.hosts[rank]
+    text = " ".join((sentence or describe_error(error)).split())
     line = {
         "time": time.time(),
         "rank": rank,
         "host": host,
         "local_rank": local_rank,
         "kind": kind,
-        "sentence": " ".join((sentence or describe_error(error)).split()),
+        "sentence": text,
     }
 
     def write() -> None:
@@ -329,7 +330,7 @@ def record_failure(
             if stall is not None and not stall.lost:
                 folder = save_stall(run_dir, stall)
                 echo(f"the stacks of the ranks: {folder}", file=sys.stderr, flush=True)
-                append_incident(Path(run_dir), "hang", stall.step, str(line["sentence"]), folder)
+                append_incident(Path(run_dir), "hang", stall.step, text, folder)
 
     writer = threading.Thread(target=write, daemon=True)
     try:

@@ -24,6 +24,7 @@ from megatron.training.callbacks.base import Callback
 from megatron.training.components.state_checksums import StateChecksums
 from megatron.training.digests import digest, word_sum
 from megatron.training.incidents import read_incidents
+from megatron.training.loggers.run_folder import METRICS_FILE, read_json_lines
 from megatron.training.metrics import StepMetrics
 from megatron.training.replay_check import component
 from megatron.training.replay_check.recorder import FORWARD, GOT, GRADIENT, REDUCED
@@ -161,9 +162,14 @@ def take(rank: int, world_size: int, config: RunConfig) -> Outcome:
 def test_a_checked_run_is_bitwise_the_same(pool: Pool, tmp_path: Path) -> None:
     layout = f"{MOE} --expert-model-parallel-size 2 --use-distributed-optimizer"
     flags = f"{layout} --hidden-dropout 0.1 --train-iters 3 --save {{0}} --save-interval 3"
-    for name, more in (("checked", "--replay-check 1"), ("plain", "")):
+    for name, more in (("plain", ""), ("checked", "--replay-check 1")):
         config = tiny_run(tmp_path / f"{name}-run", f"{flags} {more}".format(tmp_path / name), 2)
-        assert [outcome.status for outcome in pool.run(2, take, config)] == [0, 0]
+        outcomes = pool.run(2, take, config)
+        assert [outcome.status for outcome in outcomes] == [0, 0]
+    assert "checks     every 1 step, the first and those that are saved are computed again" in outcomes[0].out
+    assert "--replay-check: 3 steps of this start checked; the last that was found clean is 3" in outcomes[0].out
+    lines = [line for line in read_json_lines(tmp_path / "checked-run" / METRICS_FILE) if line and "lm loss" in line]
+    assert [(line["replay-checks"], line["replay-clean-step"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
     found = differences(tmp_path / "checked" / "iter_0000003", tmp_path / "plain" / "iter_0000003")
     assert found == ["replay_check"]
     assert checkpoint(tmp_path / "checked" / "iter_0000003")[1]["replay_check"] == {"clean": 3}

@@ -83,7 +83,9 @@ class LiveControl(Component):
             if not answer:
                 left.append(request)
                 continue
-            asked = f"{request.user} asks for {request.text!r}: " if request.text else ""
+            asked = f"{request.text} (asked for by {request.user}): " if request.text else ""
+            if asked and request.problem:
+                asked = f"request of {request.user}: "  # the problem has the word
             self.log.control(f"{asked}{answer}", done, request=request.text, user=request.user, id=request.id)
         if control is not None:
             control.pending = left

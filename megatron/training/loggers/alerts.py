@@ -199,14 +199,14 @@ class AlertLogger:
         self._step = step
 
     def event(self, step: int, kind: str, fields: Metrics) -> None:
-        """Alert on stops and incidents. A failure is sent by the rank that failed first."""
+        """Alert on stops, incidents, and warnings that ask for it. A failure is sent by the rank that failed first."""
         self._step = step
         self._ended = self._ended or kind in ("stop", "error", "rewind")
         if kind == "stop":
             self._alerts.send(STOP, fields["text"], step)
         elif kind == "evaluation":
             self._what = "the model is evaluated after step"
-        elif kind == "incident":
+        elif kind == "incident" or (kind == "warning" and fields.get("alert")):
             self._alerts.send(fields["kind"], fields["text"], step)
 
     def close(self) -> None:

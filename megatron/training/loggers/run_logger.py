@@ -242,9 +242,9 @@ class RunLogger:
         phases, slowest = ({name: round(x, 3) for name, x in each.items()} for each in (seconds, longest))
         self._event("start-up", {"seconds": round(sum(seconds.values()), 3), "phases": phases, "slowest": slowest})
 
-    def warning(self, text: str) -> None:
-        """Report a problem that does not end the run."""
-        self._event("warning", {"text": text})
+    def warning(self, text: str, kind: str | None = None, alert: bool = False) -> None:
+        """Report a problem that does not end the run; one of a ``kind`` may be an alert."""
+        self._event("warning", {"text": text} | ({} if kind is None else {"kind": kind, "alert": alert}))
 
     def incident(self, kind: str, text: str, folder: Path | None = None) -> None:
         """Report an incident of a kind of ``incidents.KINDS``, and its folder."""

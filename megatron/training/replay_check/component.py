@@ -22,6 +22,7 @@ from megatron.checkpoint.location import parse_location
 from megatron.checkpoint.rewinds import record_corruption
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
+from megatron.config.text import counted
 from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.distributed_optimizer import UpdateResult
@@ -31,6 +32,7 @@ from megatron.training.callbacks.health import WeightCopy, differing_ranks, find
 from megatron.training.component import Component
 from megatron.training.failure_report import DEVICE, FAILURES_FILE, CorruptionError, host_name
 from megatron.training.incidents import Incident, record_incident
+from megatron.training.loggers.base import Metrics
 from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import JsonLinesLogger
 from megatron.training.metrics import StepMetrics, device_name
@@ -203,6 +205,16 @@ class ReplayCheck(Component):
         """Return True if a flag is set on any rank; collective."""
         any_set = torch.cat([flag.flatten() for flag in flags]).any().float()
         return bool(comm.all_reduce(any_set, self._trainer.mesh.world, "max").item())
+
+    def metrics(self) -> Metrics:
+        """See :class:`Component`."""
+        return {"replay-checks": self._checks, "replay-clean-step": self._clean}
+
+    def on_stop(self, error: BaseException | None) -> None:
+        """Report what was checked; see :class:`Component`."""
+        if error is None:
+            steps, last = counted(self._checks, "step"), f"the last that was found clean is {self._clean}"
+            self.log.note(f"--replay-check: {steps} of this start checked; {last}")
 
     # ---- A difference
 

@@ -17,7 +17,7 @@ from megatron.arguments.cli import parse
 from megatron.config.errors import UserError
 from megatron.config.reliability import ReliabilityConfig
 from megatron.training.loggers import alerts as module
-from megatron.training.loggers.alerts import Alerts, alerts_of, send_alert
+from megatron.training.loggers.alerts import AlertLogger, Alerts, alerts_of, send_alert
 from megatron.training.trainer import Trainer
 from tests.kit.processes import free_port, is_alive
 from tests.kit.runs import FLAGS, before_step, contents, start, tiny_run
@@ -123,6 +123,14 @@ def test_one_of_a_kind_is_sent_in_an_interval_over_ranks_and_starts(tmp_path: Pa
     time.sleep(0.55)
     frequent.send("spike", "y")
     assert [got["text"] for got in hook.got[2:]] == ["spike: x", "spike: y (2 more of this kind since the last alert)"]
+
+
+def test_warnings_are_sent_that_ask_for_it(tmp_path: Path, hook: Hook) -> None:
+    logger = AlertLogger(of(tmp_path, alert_webhook="env:HOOK"), last_phase=False)
+    logger.event(3, "warning", {"text": "slow"})
+    for alert in (False, True):
+        logger.event(4, "warning", {"text": "replica 1 left", "kind": "replica-lost", "alert": alert})
+    assert [(got["event"], got["step"]) for got in hook.got] == [("replica-lost", 4)]
 
 
 @pytest.mark.parametrize(
