@@ -146,7 +146,9 @@ def test_a_bad_number_on_one_rank_is_skipped_by_all(pool: Pool, tmp_path: Path, 
     config = tiny_run(tmp_path, f"--on-nonfinite skip {LAYOUTS[layout]}", 2)
     (first, warning), other = run_two(pool, config, "NaN in step 3")
     assert (first, other) == (0, (0, ""))
-    assert warning.startswith("warning: the loss or gradient of step 3 is not finite; first on rank 1: output of layers.")
+    assert warning.startswith(
+        "warning: the loss or gradient of step 3 is not finite; first on rank 1: output of layers."
+    )
     assert warning.endswith("samples [8]; the update was skipped\n")
     assert column(tmp_path, "skipped-iterations") == [[], [], [3], [], [], []]
     assert column(tmp_path, "consumed-samples") == [4, 8, 12, 16, 20, 24]
