@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 
 import torch
@@ -321,15 +321,16 @@ class ElasticReplica(Component):
         Returns:
             The member that the others are equal to now; None if ``stopped``.
         """
-        replicas = self._connected()
+        replicas, whole_state = self._connected(), cache(partial(run_state, self.trainer))
         for _ in range(MAX_FAILURES + self.count):
             members = replicas.agree(facts, stopped)
             if not members:
                 return None
             source, filled = source_of(members), None
             behind = [is_behind(member, source) for member in members]
-            # collective in this replica, whose ranks may fail at different places from here on
-            state = run_state(self.trainer) if any(behind) and source.id == replicas.id else {}
+            # Collective in this replica, whose ranks may fail at different places from here on; once, because the
+            # others wait for it in vain if it takes longer than they wait for a connection.
+            state = whole_state() if any(behind) and source.id == replicas.id else {}
             try:
                 group = replicas.group(members)
                 if any(behind):

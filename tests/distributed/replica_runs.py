@@ -101,6 +101,7 @@ def replica_rank(folder: Path, flags: str, name: str, pause: float, place: str =
             "read": {trainer.mesh.dp_rank: trainer.reader.digest_read},
             "computed": computed,
             "time": time.monotonic(),
+            "core": int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9,  # seconds of waiting for a core
         }
         with (folder / f"steps.{rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
