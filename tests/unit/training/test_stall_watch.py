@@ -16,7 +16,7 @@ from megatron.training.stall_watch import REQUEST_KEY, StallWatch, publish_place
 RANKS = 120
 
 
-class Ranks:
+class SimulatedRanks:
     """Ranks on machines of their own, one after the other in this process, and the store that they share."""
 
     def __init__(self, patch: pytest.MonkeyPatch, count: int, behind: int) -> None:
@@ -60,7 +60,7 @@ class Ranks:
 
 
 def test_one_rank_of_many_collects_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(monkeypatch, RANKS, behind=5)
+    ranks = SimulatedRanks(monkeypatch, RANKS, behind=5)
     assert not ranks.requests  # nobody publishes before it is asked
     found = [ranks.act_as(rank).find() for rank in range(RANKS)]
     first, *others = found
