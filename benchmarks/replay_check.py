@@ -2,7 +2,8 @@
 
 Run with ``python -m benchmarks.replay_check``. Short runs with ``--replay-check 3`` and without it alternate. In those
 with it, steps are in turn between checks, before one (which takes digests of state), and checked. A check costs what
-the last two take more than the first; with N, that is once in N steps. Steps 1 and 2 of a run and its last are left out.
+the last two take more than the first; with N, that is once in N steps. The first two steps of a run, and its last one,
+are left out.
 """
 
 from __future__ import annotations
