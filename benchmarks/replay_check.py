@@ -1,9 +1,9 @@
 """Cost of ``--replay-check N`` on one CPU process, in processor seconds, which depend less on other programs than time.
 
-Run with ``python -m benchmarks.replay_check``. Short runs with ``--replay-check 3`` and without it alternate. In the
-first kind, steps are in turn between checks, before one (which takes digests of state), and checked. A check costs what
-the last two take more than the first; with N, that is once in N steps. Steps 1 and 2 of a run, and its last one, are
-left out.
+Run with ``python -m benchmarks.replay_check``. Short runs with ``--replay-check 3`` and without it alternate. In those
+with it, steps are in turn between checks, before one (which takes digests of state), and checked. A check costs what
+the last two take more than the first; with N, that is once in N steps. The first two steps of a run, and its last one,
+are left out.
 """
 
 from __future__ import annotations
