@@ -1,18 +1,18 @@
-"""Cost of ``--replay-check N`` on one CPU process: steps with and without it, in processor seconds.
+"""Cost of ``--replay-check N`` on one CPU process, in processor seconds, which depend less on other programs than time.
 
-Run with ``python -m benchmarks.replay_check``. Short runs alternate, one with ``--replay-check 2`` and one without, so
-that each round gives all three kinds of steps: without the check, between two checks, and checked. Processor seconds
-depend less on other programs than time does. With N, every step costs what a step between two checks does, and one of N
-what a checked one does. Steps 1 and 2 of a run, and its last one, are left out.
+Run with ``python -m benchmarks.replay_check``. Short runs with ``--replay-check 3`` and without it alternate. In the
+first kind, steps are in turn between checks, before one (which takes digests of state), and checked. A check costs what
+the last two take more than the first; with N, that is once in N steps. Steps 1 and 2 of a run, and its last one, are
+left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import math
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from statistics import median
 
@@ -66,32 +66,31 @@ def step_seconds(flags: str, steps: int, batch: int) -> dict[int, float]:
 def main() -> None:
     """Print the costs of each round, and their medians."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of two runs each")
-    parser.add_argument("--steps", type=int, default=9, help="of a run")
-    parser.add_argument("--batch", type=int, default=32, help="sequences of 128 tokens in a step")
+    parser.add_argument("--rounds", type=int, default=3, help="of two runs each")
+    parser.add_argument("--steps", type=int, default=11, help="of a run")
+    parser.add_argument("--batch", type=int, default=16, help="sequences of 128 tokens in a step")
     options = parser.parse_args()
-    rounds: list[tuple[float, float, float]] = []
+    rounds: list[tuple[float, float]] = []
     for number in range(options.rounds):
-        pair = ["--replay-check 2", ""]
+        pair = ["--replay-check 3", ""]
         order = pair if number % 2 else pair[::-1]
         found = {flags: step_seconds(flags, options.steps, options.batch) for flags in order}
-        with_check, plain = found[pair[0]], median(found[""].values())
-        between = median(seconds for step, seconds in with_check.items() if step % 2)
-        checked = median(seconds for step, seconds in with_check.items() if step % 2 == 0)
-        rounds.append((plain, between, checked))
-        print(f"a step {plain:.4f} s, between checks {between:.4f} s, checked {checked:.4f} s", flush=True)
-    report(rounds, options.batch * 128)
-
-
-def report(rounds: Sequence[tuple[float, float, float]], tokens: int) -> None:
-    """Print the ratios and the cost by interval."""
-    every = median(between / plain - 1 for plain, between, _ in rounds)
-    check = median((checked - between) / plain for plain, between, checked in rounds)
-    print(f"steps of {tokens} tokens: digests of state {every:.2%} of every step, a check {check:.1%} of a step")
-    for interval in (10, 20, 50, 100, 200):
-        print(f"--replay-check {interval}: {1 + every + check / interval:.4f} of the time without")
-    if every < GOAL:
-        print(f"at most {GOAL:.0%} from --replay-check {check / (GOAL - every):.0f} on")
+        plain = median(found[""].values())
+        between, checked, before = (
+            median(seconds for step, seconds in found[pair[0]].items() if step % 3 == rest) for rest in (1, 0, 2)
+        )
+        rounds.append((between / plain, (checked + before) / between - 2))
+        print(
+            f"a step {plain:.3f} s without the option, {between:.3f} s between checks, {before:.3f} s before one, "
+            f"{checked:.3f} s checked",
+            flush=True,
+        )
+    check = median(each for _, each in rounds)
+    print(f"between checks {median(ratio for ratio, _ in rounds):.3f} of a step without the option")
+    print(f"a check {check:.3f} of a step of {options.batch * 128} tokens")
+    for interval in (20, 50, 100):
+        print(f"--replay-check {interval}: {1 + check / interval:.4f}")
+    print(f"at most {GOAL:.0%} from --replay-check {math.ceil(check / GOAL)} on")
 
 
 if __name__ == "__main__":

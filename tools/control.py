@@ -7,6 +7,7 @@ refused, 2 if it is none, 3 if the run has not answered in time; the request is 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import secrets
 import signal
@@ -27,6 +28,9 @@ CARRIED_OUT, REFUSED, INVALID, UNANSWERED = 0, 1, 2, 3
 """Exit statuses."""
 
 POLL_SECONDS = 0.2
+
+NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
+"""Errors of file systems without hard links, such as FAT and some of FUSE."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -97,7 +101,13 @@ def write_request(file: Path, line: str, deadline: float) -> bool:
     try:
         while time.monotonic() <= deadline:
             with suppress(FileExistsError):
-                os.link(own, file)  # at once, so that the run does not read half of it
+                try:
+                    os.link(own, file)  # at once, so that the run does not read half of it
+                except OSError as error:
+                    if error.errno not in NO_HARD_LINKS:
+                        raise
+                    with file.open("x") as new:  # the run looks twice at an empty file
+                        new.write(line)
                 return True
             time.sleep(POLL_SECONDS)
         return False
@@ -119,10 +129,16 @@ def find_answer(metrics: Path, offset: int, name: str) -> dict[str, object] | No
 
 def withdraw(file: Path, name: str) -> bool:
     """Remove the request if the run has not read it; return whether."""
+    own = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
     with suppress(OSError):
         if name in file.read_text():
-            file.unlink()
-            return True
+            file.rename(own)  # the run may have taken it meanwhile, and another person may have asked
+            try:
+                if name in own.read_text():
+                    return True
+                os.link(own, file)
+            finally:
+                own.unlink()
     return False
 
 

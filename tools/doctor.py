@@ -106,7 +106,8 @@ def report(findings: Sequence[Finding], as_json: bool, everything: bool) -> None
     shown = [f for f in findings if everything or f.group != installed.OPTIONAL or f.todo]
     echo("\n".join(lines_of(shown)).lstrip("\n"))
     number = counts(findings)
-    echo(f"\n{number['bad']} bad, {number['note']} notes, {number['ok']} ok")
+    hidden = f"; --all also shows the {left} that buy nothing here" if (left := len(findings) - len(shown)) else ""
+    echo(f"\n{number['bad']} bad, {number['note']} notes, {number['ok']} ok{hidden}")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class LocalReplicas:
         self.signalled = number
         for process in self.running.values():
             with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
+                os.kill(process.pid, signal.SIGTERM)
 
     def run(self) -> int:
         """Keep the replicas running until the run has ended; return the exit status."""
@@ -87,11 +87,11 @@ class LocalReplicas:
             if time.monotonic() > until:
                 return 128 + self.signalled
             for index, process in [*self.running.items()]:
-                status = process.poll()
-                if status is None:
+                if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     continue
                 del self.running[index]
-                kill_session(process.pid)  # ranks that torchrun has left
+                kill_session(process.pid)  # ranks that torchrun has left; no other session has its number before `wait`
+                status = process.wait()
                 ended += status == 0
                 if status == REFUSED:
                     return REFUSED

@@ -18,7 +18,12 @@ from megatron.config.settings import GROUPS, SETTINGS
 from megatron.layers.parameters import num_parameters
 from megatron.training.loggers.base import Metric
 from megatron.training.loggers.console import CONSOLE_PREFIX, EVALUATION_METRICS, METRICS
-from megatron.training.loggers.feature_metrics import DILOCO_METRICS, ELASTIC_METRICS, EXPERT_METRICS
+from megatron.training.loggers.feature_metrics import (
+    DILOCO_METRICS,
+    ELASTIC_METRICS,
+    EXPERT_METRICS,
+    REPLAY_METRICS,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "docs" / "flags.md"
@@ -156,6 +161,8 @@ def logs_page(text: str) -> str:
     lines += _metrics(DILOCO_METRICS)
     lines += ["\nWith [elastic replicas](elastic.md):\n"]
     lines += _metrics(ELASTIC_METRICS)
+    lines += ["\nWith [`--replay-check`](corruption.md):\n"]
+    lines += _metrics(REPLAY_METRICS)
     lines += ["\nThe timers:\n", "| timer | level | what happens in it |", "|---|---|---|"]
     lines += [_row(f"`{name}`", phase.level, phase.meaning) for name, phase in PHASES.items()]
     return before + BEGIN + "\n" + "\n".join(lines) + "\n\n" + END + after

@@ -91,9 +91,30 @@ def main(argv: Sequence[str]) -> int:
         folder = working_folder(target)
         if folder is not None:
             os.chdir(folder)
-        return report(args, target, find_source(target, args.checkpoint))
+        source = find_source(target, args.checkpoint)
+        check_comparable(args, target, source)
+        return report(args, target, source)
     except (UserError, DataError) as error:
         return parser.fail(error, 2)
+
+
+def check_comparable(args: argparse.Namespace, target: ReplayTarget, source: ResumeSource) -> None:
+    """Raise DataError, before anything is computed, if the step cannot be taken again, or be compared with anything."""
+    if target.config.diloco.diloco_sync_interval is not None:
+        raise DataError("the steps of a DiLoCo replica depend on what other replicas sent: they cannot be taken again")
+    if target.config.elastic.elastic_replicas is not None:
+        raise DataError("a step of an elastic replica sums what all replicas computed: it cannot be taken again alone")
+    own = target.own
+    comparable = target.lines_after(source) and (own is None or own.last == target.step)
+    if target.record or args.bisect or args.samples or args.save or args.stop_at or comparable:
+        return
+    if own is None:
+        raise DataError(f"the run has recorded nothing to compare step {target.step} with", "--bisect")
+    mean = f"the run has logged steps {own.first} to {own.last} by their mean"
+    if own.last != target.step:
+        raise DataError(f"{mean}: step {target.step} alone cannot be compared", f"--step {own.last}")
+    begin = source.paths[0].name if source.paths else "the start"
+    raise DataError(f"{mean}, and {begin} is after step {own.first - 1}", "--checkpoint none", "--bisect")
 
 
 def report(args: argparse.Namespace, target: ReplayTarget, source: ResumeSource) -> int:
@@ -106,10 +127,6 @@ def report(args: argparse.Namespace, target: ReplayTarget, source: ResumeSource)
     load_plugins(target.config.compute.plugin)
     from megatron.training.replay import ReplayOptions, read_only_config  # torch: only for what can be taken
 
-    if target.config.diloco.diloco_sync_interval is not None:
-        raise DataError("the steps of a DiLoCo replica depend on what other replicas sent: they cannot be taken again")
-    if target.config.elastic.elastic_replicas is not None:
-        raise DataError("a step of an elastic replica sums what all replicas computed: it cannot be taken again alone")
     config, exact = read_only_config(target.config), True
     world_size = target.world_size
     if args.one_process and world_size > 1:
@@ -123,9 +140,7 @@ def report(args: argparse.Namespace, target: ReplayTarget, source: ResumeSource)
     echo(f"step {target.step} of {target.run}, from {begin}, in {where}", flush=True)
     for note in (*([target.sentence] if target.sentence else []), *notes):
         echo(f"note: {note}")
-    options = ReplayOptions(
-        target.step, target.record.get("threads"), modules=args.bisect or args.save, stop_at=args.stop_at
-    )
+    options = ReplayOptions(target.step, target.threads, modules=args.bisect or args.save, stop_at=args.stop_at)
     found = run(config, world_size, source, options)
     dtype = config.precision.params_dtype
     result = compare(target, found, exact, TOLERANCE[dtype])
@@ -137,6 +152,11 @@ def report(args: argparse.Namespace, target: ReplayTarget, source: ResumeSource)
         raise DataError(f"step {target.step} was taken again, and the run has recorded nothing to compare it with")
     if result.first_difference:
         echo(f"DIFFERS: first in {result.first_difference}")
+        if target.threads is None and config.training.device == "cpu":
+            import torch
+
+            here = torch.get_num_threads()
+            echo(f"note: the run's number of threads is not recorded, here it is {here}: another one changes bits")
         return 1
     how = "to the bit" if exact else f"within {TOLERANCE[dtype]:g}, the largest error is {result.largest_error:.1e}"
     echo(f"equal {how}: {counted(result.compared, 'number')} compared")

@@ -50,7 +50,7 @@ def summary(
     consumed_samples: int = 0,
     cluster: Cluster | None = None,
 ) -> str:
-    """Return at most seventeen lines, from ranks and pipeline to precision and checkpoints.
+    """Return at most eighteen lines, from ranks and pipeline to precision and checkpoints.
 
     Args:
         config: resolved or not.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, strip_folder
@@ -28,6 +28,7 @@ from megatron.checkpoint.publish import (
     staged_leftovers,
     staging_folders,
 )
+from megatron.checkpoint.rewinds import later_rewinds, read_rewinds, rewinds_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class CheckpointFolder:
         return [_open(iteration, path, CheckpointError) for iteration, path in self.named()]
 
     def newest(self, step: int | None = None) -> tuple[Manifest, list[FoundCheckpoint]]:
-        """Return the newest valid checkpoint, and the newer invalid ones that were skipped.
+        """Return the newest valid checkpoint that no rewind has undone, and the newer ones that were skipped.
 
         If ``folder`` is itself a checkpoint, it is returned.
 
@@ -96,12 +97,17 @@ class CheckpointFolder:
                 raise CheckpointError(message, f"--ckpt-step {taken}")
             return manifest, []
         passed_over: list[FoundCheckpoint] = []
+        rewinds = read_rewinds(self.folder) if step is None else []
         for iteration, path in self.named():
             if step not in (None, iteration):
                 continue
             found = _open(iteration, path, DamagedCheckpointError)
             if found.manifest is not None:
-                return found.manifest, passed_over
+                known = [rewind.id for rewind in rewinds_of(found.manifest.state)] if rewinds else []
+                later = later_rewinds(iteration, known, rewinds)
+                if not later:
+                    return found.manifest, passed_over
+                found = replace(found, manifest=None, problem=later[-1].why)
             passed_over.append(found)
         which = "a checkpoint" if step is None else f"a checkpoint of step {step}"
         reasons = "".join(f"\n  {skipped.path.name}: {skipped.problem}" for skipped in passed_over)

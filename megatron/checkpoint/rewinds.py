@@ -1,14 +1,15 @@
-"""Rewinds of a run: where it went back, and the samples that it has left out since. No torch.
+"""Rewinds of a run: steps that do not count, and the samples that it has left out since. No torch.
 
 ``SAVE/rewinds.json`` lists them, oldest first, and each checkpoint those that it was written after. The file is written
 before the run goes back, so it decides: from then on a checkpoint of a later step that does not know the rewind is
 passed over (:func:`later_rewinds`), and each start leaves out the samples of all rewinds. After a crash at any time the
-run is either before the rewind, or after it.
+run is either before the rewind, or after it. A corruption that was found is an entry, too, and leaves out no sample.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from megatron.checkpoint.location import Location
 from megatron.config.files import parse_json, read_small
 
 REWINDS_FILE = "rewinds.json"
+
+CORRUPTION = "corruption"
 
 REWIND_TYPES: Mapping[str, Any] = {
     "id": str,
@@ -39,11 +42,11 @@ class Rewind:
 
     # Random, so that checkpoints can name it.
     id: str
-    # Kind of the incident: spike or nonfinite.
+    # Kind of the incident: spike, nonfinite or corruption.
     kind: str
-    # Number of the step after which the run went back, from 1.
+    # Number of the step after which the run went back, from 1, or in which a corruption was found.
     step: int
-    # Steps whose samples are left out, that one included.
+    # Steps that are undone, that one included; their samples are left out, except after a corruption.
     steps: int
     # Places of the samples that are left out in the order of the data of the phase, from begin to end - 1.
     begin: int
@@ -60,6 +63,13 @@ class Rewind:
     def words(self) -> str:
         """The samples that are left out, as ``--skip-samples`` takes them."""
         return f"{self.phase}/{self.begin}:{self.end}" if self.phase else f"{self.begin}:{self.end}"
+
+    @property
+    def why(self) -> str:
+        """Why a checkpoint is passed over that it has undone."""
+        if self.kind == CORRUPTION:
+            return f"corruption was found in step {self.step}, and step {self.limit} is the last one known to be clean"
+        return f"the run has gone back from step {self.step} to step {self.limit} or earlier since"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -99,6 +109,22 @@ def read_rewinds(folder: Location) -> list[Rewind]:
         return [Rewind(**entry) for entry in parse_json(content)]
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def add_rewinds(folder: Location, rewinds: Sequence[Rewind]) -> None:
+    """Append to the list of the rewinds of a run what it does not have yet, durably.
+
+    Raises:
+        CheckpointError: if the file cannot be understood.
+        OSError: if it cannot be read or written.
+    """
+    known = read_rewinds(folder)
+    write_rewinds(folder, [*known, *(rewind for rewind in rewinds if rewind not in known)])
+
+
+def record_corruption(folder: Location, clean: int, found: int) -> None:
+    """Record that the checkpoints after step ``clean`` that exist now are suspect; errors as :func:`add_rewinds`."""
+    add_rewinds(folder, [Rewind(secrets.token_hex(8), CORRUPTION, found, found - clean, 0, 0)])
 
 
 def write_rewinds(folder: Location, rewinds: Sequence[Rewind]) -> None:

@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 from megatron.config.alerts import command_problems, webhook_problems
 from megatron.config.errors import Problem
 from megatron.config.option import Need, Run, option
+from megatron.config.text import counted
 
 ALERTS = Need("alert_command or alert_webhook", "--alert-command or --alert-webhook")
 
@@ -75,7 +76,7 @@ class ReliabilityConfig:
     rank_logs: bool = option(True, role="start", needs="run_dir")
     """Write warnings, errors and crashes of each rank into RUN_DIR/ranks."""
     replay_check: int | None = option(None, role="free", at_least=1, example=50)
-    """Compute every N-th step again, also the first of a start and those that are saved, and compare to the bit."""
+    """Compute every N-th step again, also the first two of a start and those that are saved, and compare to the bit."""
     on_corruption: str = option("stop", role="free", choices=("stop", "exclude", "report"), needs=REPLAY)
     """After a difference: end the run, and refuse to resume (stop); end it, and let a restart resume from a checkpoint
     before it without the node (exclude); or record it and go on (report)."""
@@ -103,11 +104,21 @@ class ReliabilityConfig:
     """
 
     def check_suspects(self, config: Run, world_size: int) -> Iterator[Problem]:
-        """Check that suspect checkpoints can be set aside."""
+        """Check that suspect checkpoints are recorded on a disk."""
         save = config.checkpoint.save
         if self.replay_check is not None and save is not None and "://" in save:
-            sentence = f"--replay-check {self.replay_check} sets suspect checkpoints aside on disks only, not in {save}"
+            sentence = f"--replay-check {self.replay_check} is untested with object stores, such as {save}"
             yield Problem("E981", sentence, ("drop --replay-check", "--save DIR"))
+
+    def row_checks(self, config: Run, world_size: int) -> str:
+        """Return which steps are computed again, and what follows a difference."""
+        if self.replay_check is None:
+            return ""
+        follows = {"stop": "ends the run", "exclude": "ends the run, and a restart leaves the node out"}
+        return (
+            f"every {counted(self.replay_check, 'step')}, the first and those that are saved are computed again; a "
+            f"difference {follows.get(self.on_corruption, 'is reported')}"
+        )
 
     def note_slowest_ranks(self, config: Run, world_size: int) -> Iterator[str]:
         """Note that a single rank is not compared."""

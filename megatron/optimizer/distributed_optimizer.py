@@ -76,8 +76,14 @@ class PartialGradReducer:
 
     def __init__(self, specs: Mapping[str, ShardSpec], buckets: GradBuffer, mesh: Mesh) -> None:
         views: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+        self.names: list[str] = []
+        """Parameters whose gradients are partial."""
+        self.before_reduce: Callable[[], None] = lambda: None
+        """Called when the gradients are those of all data-parallel ranks, and still partial."""
         for name, gradient in buckets.grads.items():
             shared = [piece for piece in specs[name].pieces if piece.partial and len(piece.tp_ranks) > 1]
+            if shared or specs[name].tied:
+                self.names.append(name)
             for slot in shard_boxes(specs[name], buckets.shards[name], shared):
                 views[slot.piece.tp_ranks].append(slot.view_in(gradient))
         self._partial: list[tuple[Group, list[Tensor]]] = [
@@ -88,6 +94,7 @@ class PartialGradReducer:
 
     def reduce(self) -> None:
         """Sum the gradients in place: one all-reduce per set of ranks, and one per tied weight."""
+        self.before_reduce()
         for group, grads in self._partial:
             flat = comm.all_reduce(torch.cat([grad.flatten() for grad in grads]), group)
             sums = flat.split([grad.numel() for grad in grads])

@@ -264,17 +264,18 @@ class Checkpointer:
                 log.warning(f"the save in progress failed, too: {other}")
             raise
 
-    def save(self, needed: bool) -> None:
+    def save(self, needed: bool) -> bool:
         """Save now; collective. If it is ``needed``, wait until it is written, and raise the disk's errors.
 
-        If the disk refuses another save, training goes on with the existing checkpoints.
+        If the disk refuses another save, training goes on with the existing checkpoints. Returns False where another
+        replica saves for the run.
 
         Raises:
             StorageError: if the checkpoint is needed and cannot be written.
         """
         self._log.flush()  # a run that resumes from this checkpoint must still have all records before it
         if not all(component.writes(self) for component in self.trainer.acting(Component.writes)):
-            return
+            return False
         if needed:
             self.wait()
         try:
@@ -288,6 +289,7 @@ class Checkpointer:
             self._log.warning(f"step {self.trainer.iteration} is not saved: {error}")
         if needed:
             self.wait(needed=True)
+        return True
 
     def wait(self, needed: bool = False, at_most: float = float("inf")) -> None:
         """Wait up to ``at_most`` seconds for the save in progress, with a log line from time to time."""

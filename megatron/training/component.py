@@ -196,6 +196,14 @@ class Component(UpdateHook):
     def on_step_taken(self, batches: Sequence[MicroBatch]) -> None:
         """Act when the work of a step of ``batches`` has been given to the device, before the step is counted."""
 
+    def replay_step(self) -> str:
+        """Return what computing the last step again has found, as the end of a sentence; empty if it is not known.
+
+        Called after a step that was not normal, while weights and reduced gradients are those of the step. Gradients
+        may be overwritten.
+        """
+        return ""
+
     def settle(self) -> None:
         """Read what past steps have left on the device; the loop is about to wait for it anyway."""
 

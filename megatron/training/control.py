@@ -186,11 +186,12 @@ class ControlFile:
                 os.lstat(self.path).st_uid,
             }  # of what a link leads to, and the link
             content = file.read(MAX_BYTES + 1)
-        if not content.strip() and not self._was_empty:
-            self._was_empty = True
-            return []
-        self._was_empty = False
-        self.path.unlink()
+            if not content.strip() and not self._was_empty:
+                self._was_empty = True
+                return []
+            self._was_empty = False
+            self.path.unlink()
+            content += file.read(MAX_BYTES + 1 - len(content))  # a line that was appended meanwhile
         foreign = [owner for owner in owners if not self._is_allowed(owner)]
         user = user_name((foreign or [*owners])[0])
         if foreign:

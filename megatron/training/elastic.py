@@ -387,10 +387,12 @@ class ElasticReplica(Component):
         if not before:
             return
         step = self.trainer.iteration
-        for found, what in ((set(before).difference(members), "left"), (set(members).difference(before), "joined")):
+        left, joined = set(before).difference(members), set(members).difference(before)
+        present, alerts = listed([each.index for each in members]), self._connected().index == members[0].index
+        for found, what, kind in ((left, "left", "replica-lost"), (joined, "joined", "replica-back")):
             for member in sorted(found, key=lambda each: each.index):
-                left = listed([each.index for each in members])
-                self.log.note(f"elastic replica {member.index} {what} after step {step}; there are {left}")
+                text = f"elastic replica {member.index} {what} after step {step}; there are {present}"
+                self.log.warning(text, kind, alert=alerts)
 
     def _connected(self) -> Replicas:
         if self.replicas is None:
@@ -404,7 +406,9 @@ class ElasticReplica(Component):
         replicas = self.replicas
         if replicas is None:
             return True
-        if self.trainer.iteration >= self.trainer.total_steps:  # nobody ends before it is saved
+        if not self._members and replicas.index:  # a start after the last step joins nobody
+            return False
+        if self._members and self.trainer.iteration >= self.trainer.total_steps:  # nobody ends before it is saved
             left = run_on_rank0(lambda: replicas.wait_for_first(self._members), self.world)
             self._members = self._members[len(self._members) - left :]
         if self._members and replicas.index != self._members[0].index:

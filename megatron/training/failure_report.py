@@ -57,7 +57,7 @@ from megatron.pipeline.runtime import Pipeline
 from megatron.training.first_cause import DISK_SECONDS, consequences, count_consequence, is_first_failure, within
 from megatron.training.loggers.alerts import FAILURE, FAILURE_SECONDS, send_alert, start_alert
 from megatron.training.loggers.console import print_warning
-from megatron.training.loggers.run_folder import JsonLinesLogger
+from megatron.training.loggers.run_folder import JsonLinesLogger, append_incident
 from megatron.training.rank_log import claim_first_failure
 from megatron.training.replicas.members import ReplicaError
 from megatron.training.stall_watch import (
@@ -140,16 +140,20 @@ def report_failure(
             count_consequence(error, agreed=isinstance(error, EXPECTED_ERRORS))
             await_report()
             return False
-        publish_text(FIRST_FAILURE_KEY, f"{rank}: {describe_error(error)}")
+        sentence = describe_error(error)  # before it is published: lost contact is described by what was
+        publish_text(FIRST_FAILURE_KEY, f"{rank}: {sentence}")
         prefix = f"error on {rank}" if launch.world_size > 1 else "error"
         text = explain_error(error)
         echo(f"{prefix}: {text}", file=sys.stderr, flush=True)
-        kind = next((kind for known, kind in ALERT_KINDS if isinstance(error, known)), FAILURE)
-        alert = start_alert(kind, f"{rank}: {describe_error(error)}")  # launchers do not wait for long
+        if (stall := stall_behind(error)) is not None and not stall.lost:  # gloo raises an error of its own
+            alert = start_alert("hang", sentence, stall.step)
+        else:
+            kind = next((kind for known, kind in ALERT_KINDS if isinstance(error, known)), FAILURE)
+            alert = start_alert(kind, f"{rank}: {sentence}")  # launchers do not wait for long
         if positions := rank_positions(launch.rank, launch.world_size):
             echo(positions, file=sys.stderr, flush=True)
         write_error_file(error, text)
-        record_failure(run_dir, error, os.environ)
+        record_failure(run_dir, error, os.environ, sentence)
         if details is not None and (more := details(error)):
             echo(redact(more), file=sys.stderr, flush=True)
         several = launch.world_size > 1 and not isinstance(error, EXPECTED_ERRORS)
@@ -283,14 +287,18 @@ def rank_label(launch: Launch, environ: Mapping[str, str]) -> str:
     return f"rank {launch.rank} on {host_name(environ)}" if multi_node else f"rank {launch.rank}"
 
 
-def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[str, str]) -> None:
+def record_failure(
+    run_dir: str | None, error: BaseException, environ: Mapping[str, str], sentence: str | None = None
+) -> None:
     """Append a line on the error of this rank, the first to fail, to ``run_dir/failures.jsonl``.
+
+    A stall is recorded as an incident, too.
 
     Never raises, and never blocks for long. Writes nothing if the folder does not exist or a later start owns it.
     Before torch.distributed is initialised, rank 0 reports flag errors, which all ranks see. A missing device is
     reported by one rank of the machine under torchrun; under srun only the ranks without one fail, and all report.
     """
-    if run_dir is None or isinstance(error, SupersededError | CorruptionError) or not os.path.isdir(run_dir):
+    if run_dir is None or isinstance(error, SupersededError | CorruptionError):
         return
     launch, kind = Launch.read(environ), failure_kind(error)
     reports_device = kind == DEVICE and (launch.local_rank == 0 or launch.launcher == "srun")
@@ -301,16 +309,19 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
     if stall is not None and stall.culprits:  # scripts look for bad machines
         rank = stall.culprits[0]
         host, local_rank = PLACE.hosts[rank]
+    text = " ".join((sentence or describe_error(error)).split())
     line = {
         "time": time.time(),
         "rank": rank,
         "host": host,
         "local_rank": local_rank,
         "kind": kind,
-        "sentence": " ".join(describe_error(error).split()),
+        "sentence": text,
     }
 
     def write() -> None:
+        if not os.path.isdir(run_dir):
+            return
         with suppress(Exception):
             check_access(Path(run_dir), shared=True)
             file = JsonLinesLogger(Path(run_dir) / FAILURES_FILE, warn=lambda text: None)
@@ -319,6 +330,7 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
             if stall is not None and not stall.lost:
                 folder = save_stall(run_dir, stall)
                 echo(f"the stacks of the ranks: {folder}", file=sys.stderr, flush=True)
+                append_incident(Path(run_dir), "hang", stall.step, text, folder)
 
     writer = threading.Thread(target=write, daemon=True)
     try:
@@ -395,6 +407,7 @@ class PeerWatchdog:
     def _watch_ranks(self) -> None:
         """Publish the position once a rank has failed; end the process if it would wait for a rank that is gone."""
         published = terminated = False
+        awaited = {FAILED_KEY, REQUEST_KEY}  # of the store
         exit_at = failed_at = math.inf
         with self._receiver:
             while time.monotonic() < exit_at:
@@ -404,8 +417,9 @@ class PeerWatchdog:
                 if self._stopped.is_set():
                     return
                 self._stalls.poll()
-                found = {} if published else read_texts([FAILED_KEY, REQUEST_KEY])
-                if found:
+                found = read_texts([*awaited]) if awaited else {}
+                awaited -= found.keys()
+                if REQUEST_KEY in found:
                     self._stalls.answer()
                 if FAILED_KEY in found:
                     self._publish_position()

@@ -64,7 +64,6 @@ from megatron.training.resume_source import (
     is_own_checkpoint,
     passed_over_note,
     step_of,
-    undone_note,
 )
 from megatron.training.trainer import Trainer
 
@@ -233,7 +232,7 @@ class NodeCheckpoints:
             UserError: if it is complete and newer than ``step``, so that the next start would resume from it.
         """
         if later := later_rewinds(checkpoint.iteration, checkpoint.rewinds, rewinds):
-            return undone_note(later[-1])
+            return later[-1].why
         if step is not None and checkpoint.iteration < step:
             return f"step {step} is requested"
         if missing := checkpoint.missing:

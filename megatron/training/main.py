@@ -19,8 +19,7 @@ from megatron.arguments.hardware import known_cluster
 from megatron.arguments.phases import describe_plan
 from megatron.arguments.summary import summary
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.location import Location, parse_location
-from megatron.checkpoint.suspects import rename_suspects
+from megatron.checkpoint.location import Location
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch, end_refused_start
 from megatron.config.phases import Phase
@@ -67,8 +66,8 @@ from megatron.training.metrics import Goodput
 from megatron.training.out_of_memory import explain_out_of_memory
 from megatron.training.phases import PhaseChoice, PhaseFacts, choose_phase, plan_notes, read_phase
 from megatron.training.rank_log import give_nccl_a_file, rank_log
-from megatron.training.resume_source import ResumeSource, read_only_options
-from megatron.training.rewinds import Rewinds, go_back, notes_on
+from megatron.training.resume_source import ResumeSource, later_start_options, read_only_options
+from megatron.training.rewinds import Rewinds, go_back, notes_on, refuse_suspects
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
 from megatron.training.stop import StopRequest
 from megatron.training.trainer import Trainer
@@ -174,15 +173,15 @@ def take_phases(
     A phase ends with a checkpoint. The next one begins from it like a start of its own, in the same processes.
     """
     world, configs, goodput = stop.world, [phase.config for phase in plan], Goodput(startup.began)
-    with refuse_start_on_error():
-        notes = [*notes, *set_suspects_aside(configs[0], world)]
     if len(plan) > 1:
         notes = [*notes, *describe_plan(plan, world.size)]
+    options = configs[0].resume_options
     taken = None  # the last phase that this start has completed
     earlier = ResumeSource()  # checkpoints of phases before, if those of a later one turned out to be damaged
     while True:
         with refuse_start_on_error(), PeerWatchdog(world):
-            source = earlier if earlier.paths else choose_resume_source(configs[0].resume_options, world, others)
+            source = earlier if earlier.paths else choose_resume_source(options, world, others)
+            refuse_suspects(configs[0], source, world)
             choice = PhaseChoice(0, source)
             if configs[0].training.phases is not None:
                 choice = choose_phase(configs, source, world.size, partial(read_phase_together, world=world))
@@ -213,23 +212,12 @@ def take_phases(
         del trainer  # before the next one takes its memory
         free_memory(stop.device)
         earlier, notes, startup = ResumeSource(), (), StartupTimer()
+        options = later_start_options(options)
         goodput.continues, goodput.goes_back = True, goes_back
         if goes_back:
             goodput.productive_seconds = 0.0  # until a checkpoint is loaded: what follows it was undone
         else:
             taken = place
-
-
-def set_suspects_aside(config: RunConfig, world: Group) -> Sequence[str]:
-    """Set checkpoints aside that are suspect since a corruption was found; return notes. Collective.
-
-    Raises:
-        UserError: if the run is not to resume then (``--on-corruption stop``).
-    """
-    save = config.checkpoint.save
-    if save is None or not isinstance(folder := parse_location(save), Path):
-        return ()
-    return run_on_rank0(lambda: [*rename_suspects(folder, config.reliability.on_corruption)], world)
 
 
 def read_phase_together(path: Location, world: Group) -> PhaseFacts | None:
@@ -320,7 +308,7 @@ def build_and_train(
             status = train(trainer, None if graphs.mode == "none" else graphs, log, stop, checkpointer, goodput)
         except RewindNeededError as request:
             checkpointer.wait()
-            newest = choose_resume_source(config.resume_options, world, others)
+            newest = choose_resume_source(later_start_options(config.resume_options), world, others)
             log.rewound(go_back(request, config, newest, began, trainer.progress.origin.iteration, world, lease))
             return 0, trainer, True
         return status, trainer, False

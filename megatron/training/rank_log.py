@@ -16,9 +16,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TextIO
 
 from megatron.checkpoint.durable_files import make_folder
@@ -34,6 +36,9 @@ MAX_BYTES = 8 << 20
 TAIL_BYTES = 16 << 10
 """Read of another rank's log, to find how it died."""
 
+DISK_SECONDS = 5.0
+"""Seconds that the first text waits for a disk that hangs. Later ones are left out while it does."""
+
 CLAIM_FILE = "first_failure"
 """Created by the first rank that fails."""
 
@@ -47,7 +52,11 @@ def rank_log_path(run_dir: str | Path, rank: int) -> Path:
 
 
 class RankLog:
-    """The open log of this rank. A disk that fails costs one warning, and the rest of the log."""
+    """The open log of this rank. A disk that fails or hangs costs one warning, and the rest of the log.
+
+    A thread of its own uses the file, because a write to a dead network disk never returns. The caller waits for it, as
+    long as the disk answers, so that the log is complete if the process is killed.
+    """
 
     def __init__(self, path: Path, header: str, warn: bool) -> None:
         """Open ``path`` for appending, and write a header.
@@ -57,10 +66,16 @@ class RankLog:
         """
         self.path = path
         self._warn = warn
-        self._lock = threading.RLock()  # a finalizer may warn inside of `write`
         self._file = self._open()
         self._size = os.fstat(self._file).st_size
+        self.renew()
         self.write(f"{'' if self._size == 0 else chr(10)}==== {time.strftime('%Y-%m-%d %H:%M:%S %z')} {header}\n")
+
+    def renew(self) -> None:
+        """Begin without a thread, also in a forked process, which has none."""
+        self._thread: threading.Thread | None = None
+        self._acts: SimpleQueue[tuple[Callable[[], object], threading.Event] | None] = SimpleQueue()
+        self._hangs: threading.Event | None = None  # of the act that the disk has not answered in time
 
     def _open(self) -> int:
         if self.path.exists() and self.path.stat().st_size >= MAX_BYTES // 2:
@@ -68,20 +83,55 @@ class RankLog:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         return os.open(self.path, flags, private_mode(self.path.parent, PRIVATE_FILE))
 
+    def _work(self, acts: SimpleQueue[tuple[Callable[[], object], threading.Event] | None]) -> None:
+        while (item := acts.get()) is not None:
+            act, done = item
+            act()
+            done.set()
+
+    def _do(self, act: Callable[[], object]) -> None:
+        """Act in the thread, and wait until it is done, or the disk hangs; do nothing while the disk hangs."""
+        if self._hangs is not None and not self._hangs.is_set():
+            return
+        if threading.current_thread() is self._thread:  # a finalizer may warn inside of `_append`
+            act()
+            return
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, args=(self._acts,), name="rank log", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no memory for a thread
+                act()
+                return
+            self._thread = thread
+        done = threading.Event()
+        self._acts.put((act, done))
+        if not done.wait(DISK_SECONDS):
+            self._hangs = done
+            self._complain("the disk does not answer")
+
+    def _complain(self, reason: str) -> None:
+        if self._warn and sys.__stderr__ is not None:
+            self._warn = False
+            sys.__stderr__.write(f"warning: {self.path} is incomplete: {reason}\n")
+
     def write(self, text: str) -> None:
         """Append a text, without credentials."""
-        with self._lock:
-            data = redact(text).encode(errors="replace")
-            try:
-                if self._size + len(data) > MAX_BYTES:
-                    self._rotate()
-                os.write(self._file, data)
-                self._size += len(data)
-            except OSError as error:
-                self._size = 0  # do not try to move the file at each text
-                if self._warn and sys.__stderr__ is not None:
-                    self._warn = False
-                    sys.__stderr__.write(f"warning: {self.path} is incomplete: {error.strerror}\n")
+        self._do(partial(self._append, redact(text).encode(errors="replace")))
+
+    def write_stacks(self) -> None:
+        """Append the stacks of all threads."""
+        self._do(partial(faulthandler.dump_traceback, self._file, all_threads=True))
+
+    def _append(self, data: bytes) -> None:
+        try:
+            if self._size + len(data) > MAX_BYTES:
+                self._rotate()
+            os.write(self._file, data)
+            self._size += len(data)
+        except OSError as error:
+            self._size = 0  # do not try to move the file at each text
+            self._complain(str(error.strerror))
 
     def _rotate(self) -> None:
         """Continue in a new file under the same descriptor, which faulthandler has too."""
@@ -91,18 +141,19 @@ class RankLog:
         os.close(new)
         self._size = 0
 
-    def renew_lock(self) -> None:
-        """Replace the lock in a forked process, where the thread that holds it may be missing."""
-        self._lock = threading.RLock()
-
     def fileno(self) -> int:
         """Return the descriptor of the file."""
         return self._file
 
     def close(self) -> None:
-        """Close the file."""
-        with suppress(OSError):
-            os.close(self._file)
+        """Close the file, and end the thread."""
+
+        def close() -> None:
+            with suppress(OSError):
+                os.close(self._file)
+
+        self._do(close)
+        self._acts.put(None)
 
 
 class StderrCopy(io.TextIOBase):
@@ -142,7 +193,7 @@ _open_log: RankLog | None = None
 def after_fork() -> None:
     """Let a forked process write into the log of its rank."""
     if _open_log is not None:
-        _open_log.renew_lock()
+        _open_log.renew()
 
 
 os.register_at_fork(after_in_child=after_fork)
@@ -207,7 +258,7 @@ def write_stacks(why: str) -> tuple[bool, str]:
     if _open_log is None:
         return False, "there are no logs of ranks; --rank-logs and a --run-dir that can be written give some"
     _open_log.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S %z')} {why}\n")
-    faulthandler.dump_traceback(_open_log.fileno(), all_threads=True)
+    _open_log.write_stacks()
     return True, f"the stacks of every rank are in {_open_log.path.parent}"
 
 

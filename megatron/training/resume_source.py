@@ -112,7 +112,7 @@ class ResumeSource:
     def without_samples(self, config: RunConfig) -> RunConfig:
         """Return a configuration that leaves out the samples of :attr:`rewinds`, too."""
         phase = config.training.phase_name or ""
-        words = [rewind.words for rewind in self.rewinds if rewind.phase == phase]
+        words = [rewind.words for rewind in self.rewinds if rewind.phase == phase and rewind.end > rewind.begin]
         skipped = tuple(dict.fromkeys((*config.data.skip_samples, *words)))
         return replace(config, data=replace(config.data, skip_samples=skipped))
 
@@ -163,15 +163,10 @@ def _without_undone(
             with suppress(DamagedCheckpointError):
                 later = later_rewinds(step, [each.id for each in rewinds_of(Manifest.open(path).state)], rewinds)
         if later and is_complete(path):
-            notes.append(passed_over_note(path, undone_note(later[-1])))
+            notes.append(passed_over_note(path, later[-1].why))
         else:
             left.append((step, path))
     return left, notes
-
-
-def undone_note(rewind: Rewind) -> str:
-    """Return why a checkpoint is passed over that a rewind has undone."""
-    return f"the run has gone back from step {rewind.step} to step {rewind.limit} or earlier since"
 
 
 def _find_among(
@@ -220,6 +215,11 @@ def applies_to_own_checkpoints(options: CheckpointConfig) -> bool:
     return options.load is None or (
         options.save is not None and load is not None and load.resolve() == parse_location(options.save).resolve()
     )
+
+
+def later_start_options(options: CheckpointConfig) -> CheckpointConfig:
+    """Return the options of a later start in the same processes: a step of the run's own folder is of the first one."""
+    return replace(options, load=None, ckpt_step=None) if applies_to_own_checkpoints(options) else options
 
 
 def read_only_options(options: CheckpointConfig) -> CheckpointConfig:

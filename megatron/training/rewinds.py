@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from megatron.checkpoint.errors import DamagedCheckpointError
+from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.location import parse_location
-from megatron.checkpoint.rewinds import Rewind, read_rewinds, write_rewinds
+from megatron.checkpoint.rewinds import CORRUPTION, REWINDS_FILE, Rewind, add_rewinds, rewinds_of
+from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.config.text import counted
 from megatron.distributed.comm import Group
@@ -39,15 +43,49 @@ class Rewinds(Component):
 
     def metrics(self) -> Metrics:
         """See :class:`Component`."""
-        return {"rewinds": len(self.rewinds)}
+        return {"rewinds": len(without_corruption(self.rewinds))}
+
+
+def without_corruption(rewinds: Sequence[Rewind]) -> list[Rewind]:
+    """Return the rewinds after which the run went back by itself."""
+    return [rewind for rewind in rewinds if rewind.kind != CORRUPTION]
 
 
 def notes_on(rewinds: Sequence[Rewind]) -> list[str]:
     """Return the log line on the samples that a run leaves out because it went back."""
+    rewinds = without_corruption(rewinds)
     if not rewinds:
         return []
     words = " ".join(rewind.words for rewind in rewinds)
     return [f"has gone back {counted(len(rewinds), 'time')}: leaves out the samples {words}"]
+
+
+def refuse_suspects(config: RunConfig, source: ResumeSource, world: Group) -> None:
+    """Refuse to go on after a corruption under ``--on-corruption stop``. Collective.
+
+    Args:
+        config: of the run.
+        source: what it starts from. A checkpoint that lists the corruption is of a start with ``exclude`` since then.
+        world: all ranks.
+
+    Raises:
+        UserError: on every rank.
+    """
+    found = [rewind for rewind in source.rewinds if rewind.kind == CORRUPTION]
+    if not found or config.reliability.on_corruption != "stop" or config.checkpoint.save is None:
+        return
+
+    def listed_in_checkpoint() -> list[str]:
+        with suppress(DamagedCheckpointError):
+            return [rewind.id for rewind in rewinds_of(Manifest.open(source.paths[0]).state)]
+        return []
+
+    known = run_on_rank0(listed_in_checkpoint, world) if source.paths else []
+    for rewind in found:
+        if rewind.id not in known:
+            sentence = f"{config.checkpoint.save}/{REWINDS_FILE}: {rewind.why}"
+            fix = f"the same command with --on-corruption exclude, which resumes from step {rewind.limit} or before"
+            raise UserError([Problem("E984", sentence, (fix,))])
 
 
 class RewindRefusedError(NonFiniteError):
@@ -80,7 +118,7 @@ def go_back(
     """
     options, phase, limit = config.checkpoint, config.training.phase_name or "", request.step - request.steps
     most = config.reliability.max_rewinds
-    if len(source.rewinds) >= most:
+    if len(without_corruption(source.rewinds)) >= most:
         why = f"the run has gone back {counted(most, 'time')}, the limit of --max-rewinds"
         raise RewindRefusedError(f"{request}; {why}")
     own = [step_of(path) for path in source.paths if is_own_checkpoint(path, options)]
@@ -99,8 +137,7 @@ def go_back(
     def write() -> None:
         if lease is not None:
             lease.check()
-        known = read_rewinds(folder)
-        write_rewinds(folder, [*known, *(each for each in source.rewinds if each not in known), rewind])
+        add_rewinds(folder, [*source.rewinds, rewind])
 
     run_on_rank0(write, world)
     return f"goes back from step {request.step} to step {max(usable)}, and leaves out the samples {rewind.words}"

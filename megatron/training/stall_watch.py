@@ -9,18 +9,21 @@ neither. The ranks of its machine read its place, and end it when they fail.
 
 from __future__ import annotations
 
+import base64
 import faulthandler
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.distributed.comm import Group
-from megatron.distributed.launch import publish_text, read_texts, write_flight_record
+from megatron.distributed.launch import add_to_count, publish_text, read_texts, write_flight_record
 from megatron.distributed.places import BEAT, FAILED, FINISHING_SAVE, LEFT, PHASE, PLACE, REPORTED, read_all
+from megatron.training.first_cause import DISK_SECONDS, within
 from megatron.training.incidents import Incident, record_incident
 from megatron.training.stalls import (
     Stall,
@@ -50,8 +53,14 @@ NO_RAISE_SECONDS = 3.0
 REQUEST_KEY, RECORD_KEY, REPORTED_KEY = "places requested", "record of rank {}", "failure reported"
 """Keys of the store: ranks publish their places, a place, and the first failure is reported."""
 
+ASKERS_KEY = "ranks that ask for places"
+"""Key of the store, which counts them: only the first one collects the places of all ranks."""
+
 MAX_STACKS = 20_000
 """Characters of a rank's stacks that are sent to another machine."""
+
+READ_AT_ONCE = 64
+"""Records that one request to the store reads, so that it stays within its timeout."""
 
 
 class StallWatch:
@@ -63,6 +72,7 @@ class StallWatch:
         self._snapshot, self._since = b"", time.monotonic()
         self._armed = -REARM_SECONDS
         self._has_stacks = self._has_published = False
+        self._asks: bool | None = None  # this rank collects the places of all; None before it may have to
         # another handler or timer of the program has precedence
         self._alarms = signal.getsignal(signal.SIGALRM) == signal.SIG_DFL and not any(
             signal.getitimer(signal.ITIMER_REAL)
@@ -95,7 +105,7 @@ class StallWatch:
         elif self.still >= DUMP_FRACTION * self._timeout and not self._has_stacks:
             self._has_stacks = True
             write_stacks()
-            write_flight_record()
+            within(DISK_SECONDS, write_flight_record, None)
 
     def find(self) -> Stall | None:
         """Return a stall that no collective has reported: of another backend than gloo, or of unequal calls."""
@@ -105,9 +115,25 @@ class StallWatch:
         if self._world.uses_nccl:  # its own watchdog aborts the process at the timeout
             limit = self._timeout - min(5.0, self._timeout / 20)
         if self.still >= limit and (self._world.uses_nccl or awaited_call(PLACE.read()) is not None):
-            stall = current_stall(self._world)
+            stall = current_stall(self._world) if self._is_asker() else None
             return stall if stall is not None and stall.culprits else None
-        return current_stall(self._world) if self._differs() else None
+        return current_stall(self._world) if self._differs() and self._is_asker() else None
+
+    def _is_asker(self) -> bool:
+        """Return True on the first rank that calls this; without a store, on the lowest of each machine that can.
+
+        All ranks come to this at about the same time. If each read the places of all others, the store of 1,000 ranks
+        would have to send a million records within seconds. The others end when the first one has reported.
+        """
+        if self._asks is None:
+            number = add_to_count(ASKERS_KEY)
+            self._asks = number == 1 or (number == 0 and self._is_lowest())
+        return self._asks
+
+    def _is_lowest(self) -> bool:
+        """Return True if no lower rank of this machine could act in the place of this one."""
+        lower = [peer for rank, peer in PLACE.peers.items() if rank < self._world.rank]
+        return all(peer.slot(FAILED) or obstacle(peer.read(), PLACE.timeout) for peer in lower)
 
     def _differs(self) -> bool:
         """Return True if collectives differ from those of the next rank of this machine.
@@ -150,7 +176,7 @@ class StallWatch:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         if failed:
             PLACE.slots[FAILED] = time.monotonic_ns()
-            self.answer()
+            _failed[:] = [self]  # answers if it is asked: see `await_report`
         else:
             PLACE.slots[LEFT] = 1
 
@@ -169,9 +195,19 @@ def own_stacks() -> str:
 
 
 def publish_place(rank: int, place: Mapping[str, Any]) -> None:
-    """Publish the place of a rank in the store."""
-    content = {**short_place(place), "stacks": place["stacks"][-MAX_STACKS:]}
-    publish_text(RECORD_KEY.format(rank), json.dumps(content))
+    """Publish the place of a rank in the store, compressed to a few KB."""
+    content = json.dumps({**short_place(place), "stacks": place["stacks"][-MAX_STACKS:]})
+    publish_text(RECORD_KEY.format(rank), base64.b64encode(zlib.compress(content.encode())).decode())
+
+
+def read_places(ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Return the places that ranks have published, as far as they have."""
+    found: dict[int, dict[str, Any]] = {}
+    for first in range(0, len(ranks), READ_AT_ONCE):
+        keys = {RECORD_KEY.format(rank): rank for rank in ranks[first : first + READ_AT_ONCE]}
+        texts = read_texts([*keys])
+        found |= {keys[key]: json.loads(zlib.decompress(base64.b64decode(text))) for key, text in texts.items()}
+    return found
 
 
 def peer_place(rank: int) -> dict[str, Any]:
@@ -189,12 +225,10 @@ def gather_places(world: Group) -> dict[int, dict[str, Any]]:
     """Return the places of all ranks that are known, with their stacks: of this machine, and of others that answer."""
     places = {rank: peer_place(rank) for rank in PLACE.peers}
     places[world.rank] = {**PLACE.read(), "stacks": own_stacks()}
-    others = {RECORD_KEY.format(rank): rank for rank in range(world.size) if rank not in places}
+    others = {*range(world.size)} - places.keys()
     if others:
         publish_text(REQUEST_KEY, "")
-        found: dict[str, str] = {}
-        wait_for(lambda: len(found) == len(others) or found.update(read_texts([*(others.keys() - found.keys())])))
-        places |= {others[key]: json.loads(text) for key, text in found.items()}
+        wait_for(lambda: places.update(read_places(sorted(others - places.keys()))) or not others - places.keys())
     if len({host for host, _ in PLACE.hosts}) > 1:
         for rank, place in places.items():
             place["host"] = PLACE.hosts[rank][0]
@@ -207,6 +241,9 @@ def wait_for(done: Callable[[], object], seconds: float = REPORT_SECONDS) -> Non
     while not done() and time.monotonic() < until:
         time.sleep(0.05)
 
+
+_failed: list[StallWatch] = []
+"""The watch of this rank, once it has failed."""
 
 _explained: list[tuple[memoryview, Stall]] = []
 """The stall of the current run, once it is explained: evidence is lost as ranks end."""
@@ -230,8 +267,7 @@ def save_stall(run_dir: str, stall: Stall) -> Path:
     Raises:
         OSError: if they cannot be written.
     """
-    step = max(place["step"] for place in stall.places.values())
-    folder = record_incident(run_dir, Incident("hang", step, stall.sentence, incident_facts(stall)))
+    folder = record_incident(run_dir, Incident("hang", stall.step, stall.sentence, incident_facts(stall)))
     for rank, place in stall.places.items():
         if text := place["stacks"]:
             (folder / f"rank_{rank}.txt").write_text(text)
@@ -246,9 +282,21 @@ def mark_reported() -> None:
 
 
 def await_report() -> None:
-    """Wait until the first failure is reported, a few seconds at most, because this process may host the store."""
+    """Wait until the first failure is reported, a few seconds at most, because this process may host the store.
+
+    Publish the place of this rank meanwhile if the rank that reports asks for it.
+    """
+
+    def is_reported() -> bool:
+        if any(peer.slot(REPORTED) for peer in PLACE.peers.values()):
+            return True
+        found = read_texts([REPORTED_KEY, REQUEST_KEY])
+        if REQUEST_KEY in found and _failed:
+            _failed[-1].answer()
+        return REPORTED_KEY in found
+
     if PLACE.timeout:
-        wait_for(lambda: any(peer.slot(REPORTED) for peer in PLACE.peers.values()) or read_texts([REPORTED_KEY]))
+        wait_for(is_reported)
 
 
 def end_stuck_peers() -> None:

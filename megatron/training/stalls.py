@@ -31,6 +31,9 @@ MAX_PLACES = 4
 MAX_CALLS = 16
 """Calls of each group that are kept, or sent to another machine."""
 
+MIN_SILENCE = 5.0
+"""Seconds without a sign of Python at least, until a process is taken to be inside native code: machines are loaded."""
+
 MAX_RANKS_LISTED = 16
 """Ranks listed per place."""
 
@@ -51,6 +54,11 @@ class Stall:
     # The ranks have called different collectives.
     differ: bool = False
     places: Mapping[int, PlaceFacts] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """The latest step in which a rank is."""
+        return max((place["step"] for place in self.places.values()), default=0)
 
 
 def explain_stall(places: Mapping[int, PlaceFacts], timeout: float, runs_ahead: bool = False) -> Stall:
@@ -84,7 +92,7 @@ def obstacle(place: PlaceFacts, timeout: float) -> str:
         return "" if place["left"] or place["failed"] else "has ended"
     if state in "Tt":
         return f"stopped (process state {state})"
-    return "in native code that holds Python's lock" if place["silent"] > max(2.0, timeout / 2) else ""
+    return "in native code that holds Python's lock" if place["silent"] > max(MIN_SILENCE, timeout / 2) else ""
 
 
 def by_group(places: Mapping[int, PlaceFacts]) -> dict[GroupKey, dict[int, Mapping[str, Any]]]:

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron.arguments.sources import to_dict
-from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.location import parse_location
 from megatron.config.privacy import redact_json
 from megatron.data.document_finder import DocumentFinder
 from megatron.data.errors import DataError
@@ -26,7 +24,8 @@ from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import Box
-from megatron.training.callbacks.health import HASH_BLOCK, layer_name, position_hash, square_sum
+from megatron.training.callbacks.health import layer_name, square_sum
+from megatron.training.digests import box_digest
 from megatron.training.trainer import Trainer
 
 MODULUS = 2**64
@@ -63,7 +62,8 @@ def summarize_tensors(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[s
     for name, tensor in tensors.items():
         if name in counted:
             for box, values in _counted_boxes(trainer, name, counted[name], tensor):
-                digest = int(box_digest(values, box, trainer.specs[name].view))
+                canonical = values.where(~values.isnan(), torch.nan)  # bits of a NaN carry no value
+                digest = int(box_digest(canonical, box))
                 mine[name] = mine.get(name, TensorSummary(0, 0.0)) + TensorSummary(digest, float(square_sum(values)))
     places = {name: place for place, name in enumerate(trainer.specs)}  # all ranks with a layer have it in this order
     found: dict[str, TensorSummary] = {}
@@ -88,28 +88,6 @@ def _counted_boxes(trainer: Trainer, name: str, counted: ParamShard, tensor: Ten
     values = tensor.detach().reshape(-1)[counted.start - start : counted.stop - start]
     for slot in shard_boxes(spec, counted, spec.owned):
         yield slot.piece.global_box, slot.view_in(values)
-
-
-def box_digest(values: Tensor, box: Box, view: Sequence[int]) -> Tensor:
-    """Return the part of a global tensor's digest that a box of it contributes, an int64 scalar.
-
-    All NaNs count as the same, because their bits carry no value.
-
-    Args:
-        values: of the box, of shape ``box.size``.
-        box: in the global view.
-        view: shape of the global view.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    rows, first = max(1, HASH_BLOCK // max(1, math.prod(box.size[1:]))), box.start[0]
-    for block in values.split(rows):  # limits the memory of 64-bit places
-        place = torch.arange(first, first + len(block), device=values.device)
-        for start, size, extent in zip(box.start[1:], box.size[1:], view[1:]):
-            place = place.unsqueeze(-1) * extent + torch.arange(start, start + size, device=values.device)
-        canonical = block.where(~block.isnan(), torch.nan)
-        total += position_hash(canonical.contiguous().view(-1), place.view(-1))
-        first += len(block)
-    return total
 
 
 def gather_step_record(
@@ -138,7 +116,7 @@ def gather_step_record(
         record |= record_tensors(trainer, float(trainer.scaler.scale))
     by_rank = comm.gather_objects(record_samples(trainer, batches), trainer.mesh.world)
     record["samples"] = [sample for samples in by_rank for sample in samples]
-    return record | record_run(trainer, batches[0].step + 1) if trainer.mesh.world.rank == 0 else {}
+    return record | record_run(trainer) if trainer.mesh.world.rank == 0 else {}
 
 
 def record_tensors(trainer: Trainer, loss_scale: float) -> dict[str, Any]:
@@ -180,17 +158,10 @@ def record_samples(trainer: Trainer, batches: Sequence[MicroBatch]) -> list[dict
     return found
 
 
-def record_run(trainer: Trainer, step: int) -> dict[str, Any]:
-    """Return what is needed to take the step again: checkpoint, layout, what decides bits, and configuration."""
-    options, checkpoint = trainer.config.checkpoint, None
-    for folder in (options.save, options.load):
-        with suppress(Exception):  # a store that does not answer; the tool searches again
-            found = CheckpointFolder(parse_location(str(folder))).candidates() if folder and not checkpoint else []
-            taken = [each for each in found if each.manifest is not None and each.iteration < step]
-            checkpoint = str(taken[0].path) if taken else checkpoint
+def record_run(trainer: Trainer) -> dict[str, Any]:
+    """Return what is needed to take the step again: rewinds, layout, what decides bits, and configuration."""
     rewinds = [component.state_dict() for component in trainer.components if component.name == "rewinds"]
     return {
-        "checkpoint": checkpoint,
         "rewinds": [rewind["id"] for state in rewinds for rewind in state["list"]],
         "layout": dict(trainer.mesh.layout.sizes),
         "world_size": trainer.mesh.world.size,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.loggers.run_folder import METRICS_FILE, read_json_lines
 from tests.distributed.replica_runs import FP64, Fleet, broken_promises, undisturbed
 from tests.elastic_soak import SETUPS, make_run
 from tests.kit.runs import checkpoint, saved_steps, start, tiny_run
@@ -49,6 +50,8 @@ def test_the_others_go_on_and_a_lost_replica_is_filled(tmp_path: Path) -> None:
         one = undisturbed(tmp_path / "one", f"{flags} --save {tmp_path}/alone")
         assert [*broken_promises(fleet, one)] == []
         assert "filled by replica 0" in fleet.text_of(2)
+        logs = [line or {} for index in range(3) for line in read_json_lines(tmp_path / f"run/{index}" / METRICS_FILE)]
+        assert {"replica-lost", "replica-back"} <= {line.get("kind") for line in logs if line.get("event") == "warning"}
     assert saved_steps(tmp_path / "saved")[-1] == STEPS
     (mine, state), (alone, other) = (checkpoint(tmp_path / name / f"iter_{STEPS:07d}") for name in ("saved", "alone"))
     assert max(float((mine[n] - alone[n]).abs().max()) for n in alone) < 1e-9

@@ -134,8 +134,12 @@ def test_a_bad_number_on_one_rank_is_reported_once(
     ranks = run_two(pool, tiny_run(tmp_path, LAYOUTS[layout], 2), "NaN in step 3")
     assert [status for status, _ in ranks] == [1, 1]
     where = f"step 3 is not finite; first on rank 1: output of layers.{layer}, micro-batch 0, samples {samples}"
-    (printed,) = [text for _, text in ranks if text]
-    assert printed in [f"error on rank {r} on node{r}: the loss or gradient of {where}\n" for r in (0, 1)]
+    printed = [line for _, text in ranks for line in text.splitlines()]
+    errors = [line for line in printed if line.startswith("error")]
+    assert errors in [[f"error on rank {r} on node{r}: the loss or gradient of {where}"] for r in (0, 1)]
+    others = [line for line in printed if line not in errors]
+    assert others[0] == f"warning: the loss or gradient of {where}; the run stops"  # of the record, on rank 0
+    assert [line.split(" python ")[0] for line in others[1:]] == ["  take the step again:"]
     (line,) = failures(tmp_path)
     assert (line["kind"], line["host"]) in [("nonfinite", "node0"), ("nonfinite", "node1")]
     assert column(tmp_path, "iteration") == [1, 2]

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.suspects import CORRUPTION_FILE, read_corruption, record_corruption, rename_suspects
-from megatron.config.errors import UserError
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.rewinds import REWINDS_FILE, read_rewinds, record_corruption
+from megatron.config import plugins
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.plugins import register
 from megatron.config.run import RunConfig
+from megatron.training.callbacks.base import Callback
 from megatron.training.components.state_checksums import StateChecksums
+from megatron.training.digests import digest, word_sum
+from megatron.training.incidents import read_incidents
+from megatron.training.loggers.run_folder import METRICS_FILE, read_json_lines
+from megatron.training.metrics import StepMetrics
 from megatron.training.replay_check import component
-from megatron.training.replay_check.recorder import FORWARD, GOT, GRADIENT, REDUCED, digest, word_sum
+from megatron.training.replay_check.recorder import FORWARD, GOT, GRADIENT, REDUCED
 from megatron.training.replay_check.verdict import (
     NONDETERMINISTIC,
     TRANSIENT,
@@ -27,9 +37,21 @@ from megatron.training.replay_check.verdict import (
     judge,
     odd_one_out,
 )
+from megatron.training.resume_source import find_resume_source
+from megatron.training.trainer import Trainer
 from tests.distributed.corruption import COMMON, LAYOUTS, MOE, Fault, run_layout, run_rank
 from tests.kit.pool import Pool
-from tests.kit.runs import KilledError, Outcome, checkpoint, differences, part_of, saved_steps, start, tiny_run
+from tests.kit.runs import (
+    KilledError,
+    Outcome,
+    before_step,
+    checkpoint,
+    differences,
+    part_of,
+    saved_steps,
+    start,
+    tiny_run,
+)
 
 SAVES = "--save {0}/saved --save-interval 2"
 
@@ -86,6 +108,34 @@ def test_hardware_is_not_accused_of_what_is_not_deterministic() -> None:
     assert judge(several, 7, 3, None, True).cause == NONDETERMINISTIC
     assert not judge(several, 7, 3, None, True).is_hardware
 
+    drifted = [replace(report(rank, None), found=[("state", "weight a")]) for rank in (0, 1)]
+    assert judge(drifted, 7, 0, None, True).cause == NONDETERMINISTIC
+    assert judge([drifted[0], report(1, None)], 7, 0, None, True).cause == TRANSIENT
+    assert judge([drifted[0], report(1, None)], 7, 0, None, False).cause == NONDETERMINISTIC
+    stale = [replace(each, found=[("gather", "part of rank 2")]) for each in drifted]
+    assert judge(stale, 7, 0, None, True).is_hardware
+
+
+class Clamp(Callback):
+    """Changes weights after the update."""
+
+    interval = 1
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        for x in self.trainer.optimizer.weights.shards.values():
+            x.data.clamp_(-0.01, 0.01)
+
+
+def test_a_callback_that_changes_weights_is_no_fault_of_hardware(tmp_path: Path) -> None:
+    with patch.dict(plugins._registered, {"callback": {}}):
+        register("callback", "clamp")(Clamp)
+        outcome = resume(tmp_path, "--on-corruption exclude")
+    assert outcome.status == 1
+    assert "E983 state differs in the check of step 2" in outcome.err
+    assert "a callback or plugin" in outcome.err
+    assert not (tmp_path / "saved" / REWINDS_FILE).exists()
+    assert "device" not in (tmp_path / "run" / "failures.jsonl").read_text()
+
 
 def check_flips(pool: Pool, layout: str, steps: int) -> None:
     score = run_layout(pool, layout, steps, count=steps - 4, seed=3)
@@ -112,12 +162,43 @@ def take(rank: int, world_size: int, config: RunConfig) -> Outcome:
 def test_a_checked_run_is_bitwise_the_same(pool: Pool, tmp_path: Path) -> None:
     layout = f"{MOE} --expert-model-parallel-size 2 --use-distributed-optimizer"
     flags = f"{layout} --hidden-dropout 0.1 --train-iters 3 --save {{0}} --save-interval 3"
-    for name, more in (("checked", "--replay-check 1"), ("plain", "")):
+    for name, more in (("plain", ""), ("checked", "--replay-check 1")):
         config = tiny_run(tmp_path / f"{name}-run", f"{flags} {more}".format(tmp_path / name), 2)
-        assert [outcome.status for outcome in pool.run(2, take, config)] == [0, 0]
+        outcomes = pool.run(2, take, config)
+        assert [outcome.status for outcome in outcomes] == [0, 0]
+    assert "checks     every 1 step, the first and those that are saved are computed again" in outcomes[0].out
+    assert "--replay-check: 3 steps of this start checked; the last that was found clean is 3" in outcomes[0].out
+    lines = [line for line in read_json_lines(tmp_path / "checked-run" / METRICS_FILE) if line and "lm loss" in line]
+    assert [(line["replay-checks"], line["replay-clean-step"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
     found = differences(tmp_path / "checked" / "iter_0000003", tmp_path / "plain" / "iter_0000003")
     assert found == ["replay_check"]
     assert checkpoint(tmp_path / "checked" / "iter_0000003")[1]["replay_check"] == {"clean": 3}
+
+
+@pytest.mark.parametrize("transient", [True, False])
+def test_a_step_that_is_not_finite_is_replayed(tmp_path: Path, transient: bool) -> None:
+    def spoil(trainer: Trainer) -> None:
+        calls: list[int] = []
+
+        def spoil_output(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            calls.append(trainer.iteration)
+            spoils = len(calls) == 1 if transient else trainer.iteration == 3
+            return output * torch.nan if spoils else output
+
+        next(iter(trainer.chunks.values())).embedding.register_forward_hook(spoil_output)
+
+    flags = "--replay-check 100 --on-nonfinite skip --global-batch-size 1"
+    assert start(tiny_run(tmp_path, flags), before_step(4, spoil)).status == 0
+    (incident,) = (incident for _, incident in read_incidents(tmp_path))
+    expected = "its replay has other gradients" if transient else "its replay is the same to the bit"
+    assert expected in incident.sentence
+
+
+@pytest.mark.parametrize(("step", "steps"), [(4, [4]), (5, [])])
+def test_state_is_compared_before_a_step_that_is_checked(tmp_path: Path, step: int, steps: list[int]) -> None:
+    config = tiny_run(tmp_path, COMMON.replace("--replay-check 1", "--replay-check 2"))
+    run_rank(0, 1, config, [Fault(step, 0, "state", 7)])
+    assert [incident.step for _, incident in read_incidents(tmp_path)] == steps
 
 
 def corrupt(folder: Path, flags: str = "", step: int = 5, **patches: Any) -> int | None:
@@ -146,9 +227,8 @@ def test_a_restart_begins_before_the_corruption(tmp_path: Path, kill: bool) -> N
     # one that is killed has recorded, before anything else, that later checkpoints are suspect
     patches = {"record_incident": killed} if kill else {}
     assert corrupt(tmp_path, **patches) == (None if kill else 1)
-    record = read_corruption(tmp_path / "saved")
-    assert record is not None
-    assert (record["clean"], record["found"]) == (4, 5)
+    (record,) = read_rewinds(tmp_path / "saved")
+    assert (record.kind, record.limit, record.step) == ("corruption", 4, 5)
     if not kill:
         line = json.loads((tmp_path / "run" / "failures.jsonl").read_text().splitlines()[-1])
         assert (line["kind"], line["rank"]) == ("device", 0)
@@ -159,30 +239,24 @@ def test_a_restart_begins_before_the_corruption(tmp_path: Path, kill: bool) -> N
     outcome = resume(tmp_path, "--on-corruption exclude")
     assert outcome.status == 0
     assert "step 4, 16 samples" in outcome.out
-    assert not (tmp_path / "saved" / CORRUPTION_FILE).exists()
+    assert resume(tmp_path, "").status == 0, "a checkpoint since then lists the corruption"
 
 
-def test_suspect_checkpoints_are_set_aside_even_after_a_crash(tmp_path: Path) -> None:
+def test_suspect_checkpoints_are_passed_over_by_every_reader(tmp_path: Path) -> None:
     assert resume(tmp_path, "").status == 0
     saved = tmp_path / "saved"
     assert saved_steps(saved) == [2, 4, 6]
-    record_corruption(saved, 2, 6, "rank 3")
-    with pytest.raises(UserError, match="E984"):
-        rename_suspects(saved, "stop")
-    renamed: list[Path] = []
-
-    def rename_one(source: Path, target: Path) -> None:
-        if renamed:
-            raise KilledError
-        source.rename(target)
-        renamed.append(target)
-
-    with patch("megatron.checkpoint.suspects.durable_rename", rename_one), pytest.raises(KilledError):
-        rename_suspects(saved, "exclude")
-    assert saved_steps(saved) == [2, 4]
-    assert len(rename_suspects(saved, "exclude")) == 1
-    assert saved_steps(saved) == [2]
-    assert rename_suspects(saved, "exclude") == ()
+    record_corruption(saved, 2, 6)
+    for options in (CheckpointConfig(save=str(saved)), CheckpointConfig(load=str(saved))):
+        source = find_resume_source(options)
+        assert [path.name for path in source.paths] == ["iter_0000002"]
+        assert "corruption was found in step 6, and step 2 is the last one known to be clean" in source.notes[0]
+    manifest, passed_over = CheckpointFolder(saved).newest()  # as conversion and serving do
+    assert (manifest.path.name, len(passed_over)) == ("iter_0000002", 2)
+    again = resume(tmp_path, "--on-corruption exclude")
+    assert again.status == 0
+    assert "leaves out" not in again.out
+    assert CheckpointFolder(saved).newest()[0].path.name == "iter_0000006"
 
 
 def checksums(rank: int, world_size: int, config: RunConfig) -> Any:
@@ -197,6 +271,10 @@ def checksums(rank: int, world_size: int, config: RunConfig) -> Any:
     name = next(iter(trainer.optimizer.main_params))
     words = trainer.optimizer.main_params[name].view(torch.int32).view(-1)
     words[3] ^= 1 << 20
+    with pytest.raises(DamagedCheckpointError, match="main float32"):
+        sums.load_state_dict(state)
+    words[3] ^= 1 << 20
+    words[:2] = words[:2].flip(0)
     with pytest.raises(DamagedCheckpointError, match="main float32"):
         sums.load_state_dict(state)
     return state

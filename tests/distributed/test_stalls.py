@@ -15,7 +15,10 @@ import torch.distributed as dist
 
 from megatron.config.run import RunConfig
 from megatron.distributed.places import PLACE
+from megatron.training.failure_report import FAILURES_FILE
 from megatron.training.incidents import read_incidents
+from megatron.training.loggers.alerts import ALERTS_FILE
+from megatron.training.loggers.run_folder import INCIDENTS_FILE, METRICS_FILE, read_json_lines
 from megatron.training.trainer import Trainer
 from tests.distributed.stalls import CASES, Ended, run_case, run_rank
 from tests.kit.pool import Pool
@@ -33,7 +36,7 @@ SHORT = {"SIGSTOP": (2, 0), "native": (3, 2), "size": (2, 0)}
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     folder = tmp_path_factory.mktemp("stalls")
     return {
-        name: run_case(name, size, rank, MINUTES, folder / name, "--global-batch-size 6")
+        name: run_case(name, size, rank, MINUTES, folder / name, "--global-batch-size 6 --alert-command true")
         for name, (size, rank) in SHORT.items()
     }
 
@@ -50,6 +53,22 @@ def test_an_incident_has_the_places_and_stacks_of_all_ranks(ended: dict[str, End
     assert [*incident.facts["places"]] == ["0", "1", "2"]
     assert "in hold_lock" in (folder / "rank_2.txt").read_text()
     assert "in all_reduce" in (folder / "rank_0.txt").read_text()
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_stall_is_alerted_and_logged_as_a_hang(ended: dict[str, Ended], name: str) -> None:
+    run = ended[name].folder / "run"
+    lines = {file: [line or {} for line in read_json_lines(run / file)] for file in (METRICS_FILE, ALERTS_FILE)}
+    ((folder, _),) = read_incidents(run)
+    (alert,), (event,) = lines[ALERTS_FILE], [line for line in lines[METRICS_FILE] if line.get("event") == "incident"]
+    (failure,) = read_json_lines(run / FAILURES_FILE)
+    assert (alert["event"], alert["step"]) == ("hang", 3)
+    assert failure is not None
+    assert alert["text"] == event["text"] == failure["sentence"]
+    assert alert["text"].startswith(("stalled for", "ranks called"))
+    assert (event["kind"], event["iteration"], event["folder"]) == ("hang", 2, str(folder))
+    assert event["consumed-tokens"] > 0
+    assert f"step 2: incident: {alert['text']}; {folder}\n" in (run / INCIDENTS_FILE).read_text()
 
 
 @pytest.mark.slow

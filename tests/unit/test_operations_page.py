@@ -20,10 +20,10 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from megatron.checkpoint.suspects import record_corruption
 
 from megatron.arguments.megatron_flags import foreign_flags
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.suspects import record_corruption
 from megatron.config.reliability import ReliabilityConfig
 from megatron.distributed.launch import world_group
 from megatron.training.elastic import ElasticReplica

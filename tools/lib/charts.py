@@ -34,6 +34,7 @@ MARKS = {
     "stopped": ("P", "the run was stopped"),
     "rewind": ("W", "the run went back to a checkpoint"),
     "incident": ("I", "an incident was recorded"),
+    "replica": ("L", "an elastic replica was lost, or came back"),
     "phase": ("F", "a phase begins"),
     "batch": ("B", "the batch size changes"),
 }

@@ -47,6 +47,7 @@ class LoggedSteps:
     first: int
     last: int
     line: Mapping[str, Any]
+    threads: int | None = None  # of torch, on each rank
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,21 @@ class ReplayTarget:
     sentence: str = ""  # of the incident
     origin: Origin = WHOLE_RUN  # of the phase
     logged: Sequence[LoggedSteps] = ()
+
+    @property
+    def own(self) -> LoggedSteps | None:
+        """The log line with the step; None without one."""
+        return next((each for each in self.logged if each.first <= self.step <= each.last), None)
+
+    @property
+    def threads(self) -> int | None:
+        """Threads of each rank, on which the bits of a CPU depend; None if unknown."""
+        return self.record.get("threads") or (None if self.own is None else self.own.threads)
+
+    def lines_after(self, source: ResumeSource) -> int:
+        """Return the number of log lines whose steps are all taken from a checkpoint to the step."""
+        begin = checkpoint_step(source.paths[0].name) if source.paths else 0
+        return sum(begin < each.first and each.last <= self.step for each in self.logged)
 
 
 def read_target(path: Path, step: int | None, assignments: Sequence[str]) -> ReplayTarget:
@@ -130,7 +146,7 @@ def read_logged_steps(path: Path, until: float = math.inf) -> list[LoggedSteps]:
         path: ``metrics.jsonl`` of the run.
         until: time of an incident; what later starts did is not read.
     """
-    found, begins = list[LoggedSteps](), 0
+    found, begins, threads = list[LoggedSteps](), 0, None
     with suppress(OSError):
         for line in read_json_lines(path):
             if line is None or not isinstance(at := line.get("iteration"), int):
@@ -139,8 +155,9 @@ def read_logged_steps(path: Path, until: float = math.inf) -> list[LoggedSteps]:
                 if float(line.get("time", 0.0)) > until:
                     break
                 found, begins = [each for each in found if each.last <= at], at
+                threads = line.get("threads")
             elif "lm loss" in line and "event" not in line:
-                found.append(LoggedSteps(begins + 1, at, line))
+                found.append(LoggedSteps(begins + 1, at, line, threads))
                 begins = at
     return found
 
@@ -154,8 +171,16 @@ def working_folder(target: ReplayTarget) -> Path | None:
     return Path(found) if found and Path(found).is_dir() else None
 
 
+def checkpoint_step(name: str) -> int:
+    """Return the step of a checkpoint by its name, 0 if it has another one."""
+    named = re.fullmatch(r"iter_(\d+)", name)
+    return int(named[1]) if named else 0
+
+
 def find_source(target: ReplayTarget, given: str | None) -> ResumeSource:
     """Return the newest valid checkpoint before the step, or what the run itself started from.
+
+    Without a record of the step, it is before the first step of the step's log line, if there is one.
 
     Args:
         target: the step.
@@ -166,7 +191,8 @@ def find_source(target: ReplayTarget, given: str | None) -> ResumeSource:
     """
     options, step = target.config.checkpoint, target.step
     folders = [given] if given else [*moved_with(target, options.save), options.save, options.load]
-    reasons, others = list[str](), list[int]()
+    reasons, others, nearest = list[str](), list[int](), None
+    before = step if target.own is None or target.record else target.own.first
     for folder in dict.fromkeys(folders if given != "none" else ()):
         if not folder or folder.startswith(("hf:", "peft:")):
             continue
@@ -176,13 +202,19 @@ def find_source(target: ReplayTarget, given: str | None) -> ResumeSource:
         found = [each for each in folder_of.candidates() if not named or each.iteration == int(named[1])]
         valid = [each for each in found if each.manifest is not None and on_course(target, each.manifest)]
         if usable := [each for each in valid if each.iteration < step]:
-            new_phase = 0 < usable[0].iteration == target.origin.iteration
-            return ResumeSource((usable[0].path,), mode="new-phase" if new_phase else "exact")
+            best = next((each for each in usable if each.iteration < before), usable[0])
+            new_phase = 0 < best.iteration == target.origin.iteration
+            source = ResumeSource((best.path,), mode="new-phase" if new_phase else "exact")
+            if best.iteration < before:
+                return source
+            nearest = nearest or source
         others += [each.iteration for each in valid]
         reasons += [f"{each.path}: {each.problem}" for each in found if each.manifest is None and each.iteration < step]
     interval = options.save_interval
-    if given == "none" or options.save is None or (not given and (interval is None or step <= interval)):
+    if given == "none" or options.save is None or (not given and (interval is None or before <= interval)):
         return find_resume_source(replace(read_only_options(replace(options, save=None)), ckpt_step=options.ckpt_step))
+    if nearest is not None:
+        return nearest
     left = f"the oldest that is left is of step {min(others)}" if others else "none is left"
     raise DataError(
         f"no checkpoint before step {step}: {left}" + "".join(f"\n  {reason}" for reason in reasons),

@@ -129,6 +129,8 @@ def happenings(record: RunRecord) -> list[Happening]:
         if (kind := kinds.get(str(event["event"]))) is not None:
             if event["event"] == "incident" and "rewind" in str(event.get("kind", "")):
                 kind = "rewind"
+            if str(event.get("kind", "")).startswith("replica-"):
+                kind = "replica"
             text, folder = str(event.get("text", "")), str(event.get("folder") or "")
             tokens = event.get("consumed-tokens")
             place = float(tokens) if isinstance(tokens, int | float) else math.nan

@@ -32,6 +32,7 @@ from megatron.layers.router import Router
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import sequential_schedule
 from megatron.training.callbacks.base import Callback
+from megatron.training.digests import bit_hash
 from megatron.training.metrics import StepMetrics
 from megatron.training.step import count_tokens
 from megatron.training.trainer import Trainer
@@ -317,13 +318,6 @@ def first_bad_gradient(trainer: Trainer, microbatch: int) -> NonFiniteFinding | 
     return None
 
 
-HASH_BLOCK = 1 << 22
-"""Elements that are hashed at a time, to limit memory."""
-
-_WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_STRIDE = 0x1E3779B97F4A7C15
-
-
 class WeightCopy(NamedTuple):
     """One rank's copy of a part of a parameter."""
 
@@ -415,27 +409,6 @@ def differing_ranks(what: str, by_rank: Sequence[Sequence[WeightCopy]]) -> tuple
         tied = bool(others) and others[0][1] == count
         odd |= {rank for rank, digest in digests.items() if tied or digest != most}
     return sorted(odd), sorted({rank for digests in by_place.values() for rank in digests} - odd)
-
-
-@torch.no_grad()
-def bit_hash(x: Tensor) -> Tensor:
-    """Return a 64-bit hash of the bits of ``x``, an int64 scalar on its device.
-
-    The hash is the sum, modulo 2^64, of the elements times odd numbers that depend on their positions. A change of one
-    element always changes it, and the order of summation does not matter.
-    """
-    flat = x.contiguous().flatten()
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for start in range(0, flat.numel(), HASH_BLOCK):
-        block = flat[start : start + HASH_BLOCK]
-        total += position_hash(block, torch.arange(start, start + block.numel(), device=x.device))
-    return total
-
-
-def position_hash(x: Tensor, places: Tensor) -> Tensor:
-    """Return the sum, modulo 2^64, of the bits of ``x [n]`` times odd numbers that depend on ``places [n]``, int64."""
-    position = (places + 1) * _STRIDE
-    return (x.view(_WORD_DTYPES[x.element_size()]).long() * ((position ^ (position >> 29)) * _STRIDE | 1)).sum()
 
 
 class ReplicaCheck(Callback):

@@ -83,7 +83,9 @@ class LiveControl(Component):
             if not answer:
                 left.append(request)
                 continue
-            asked = f"{request.user} asks for {request.text!r}: " if request.text else ""
+            asked = f"{request.text} (asked for by {request.user}): " if request.text else ""
+            if asked and request.problem:
+                asked = f"request of {request.user}: "  # the problem has the word
             self.log.control(f"{asked}{answer}", done, request=request.text, user=request.user, id=request.id)
         if control is not None:
             control.pending = left
@@ -107,7 +109,8 @@ class LiveControl(Component):
             return False, "this run saves no checkpoints; --save FOLDER lets it"
         if is_due(checkpointer.options.save_interval, step) or checkpointer.is_last_step_saved():
             return True, f"step {step} is saved as scheduled"
-        checkpointer.save(needed=False)
+        if not checkpointer.save(needed=False):
+            return True, f"step {step} is left to the replica that saves for the run, whose log has the outcome"
         failed = False, f"step {step} is not saved; a warning has the reason"
         if checkpointer.options.async_save:  # ranks complete a background save after different steps
             pending = checkpointer.pending

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -63,6 +64,8 @@ class NonFiniteCheck(StepCheck):
         """Start with no step; ``late`` as in :class:`StepCheck`."""
         super().__init__(trainer, late)
         self._policy = parse_nonfinite_policy(trainer.config.training.on_nonfinite)
+        # Steps of this start that were not finite.
+        self._found = 0
         # 0-d, nonzero after a step that is not finite.
         self.halted = torch.zeros((), device=trainer.device)
 
@@ -80,17 +83,26 @@ class NonFiniteCheck(StepCheck):
         return self.halted
 
     def act_on(self, values: Any, batches: Sequence[MicroBatch]) -> None:
-        """See :class:`StepCheck`.
+        """See :class:`StepCheck`. Skipped steps beyond ``max_incidents`` are reported as their number doubles.
 
         Raises:
             NonFiniteError: with the first module whose output, or parameter whose gradient, is not finite.
             RewindNeededError: if the run is to go back.
         """
         if values:
+            self._found += 1
+            further = self._found - self._trainer.config.reliability.max_incidents
             sentence = f"the loss or gradient of step {batches[0].step + 1} is not finite"
+            if self._policy.act == "skip" and further > 0:
+                if further & (further - 1):
+                    return
+                sentence += f", the {self._found}th such step of this start"
             explain = partial(explain_nonfinite, self._trainer, batches)
-            sentence = act_on_step(
+            sentence, folder = act_on_step(
                 self, self._trainer, "nonfinite", batches, self._policy, sentence, explain=explain, intact=not self.late
             )
             if self._policy.act == "stop":
-                raise NonFiniteError(sentence)
+                error = NonFiniteError(sentence)
+                if folder is not None:
+                    error.add_note(f"take the step again: python tools/replay_step.py {shlex.quote(folder)}")
+                raise error

@@ -1,11 +1,13 @@
 """Checksums of main parameters and moments in a checkpoint, from device to device.
 
 The checksums of files begin when a tensor is written. These are taken on the device when a checkpoint is composed, and
-compared with what has been loaded. They are sums of the bits of all elements modulo 2^64, so they know no layout.
+compared with what has been loaded. Every element counts by its place in the global tensor (``box_digest``), and every
+tensor by its name, so they know no layout, and differ where parts or tensors are exchanged.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 
 import torch
@@ -14,18 +16,17 @@ from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.distributed import comm
 from megatron.training.checkpoint_contents import tensors_to_save
 from megatron.training.component import Component
+from megatron.training.digests import box_digest
 from megatron.training.trainer import Trainer
 
 MAIN = "main"
 """Kind of the main parameters."""
 
-WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 class StateChecksums(Component):
     """Saves a checksum of each kind of state, and compares it after loading. Older checkpoints have none."""
 
-    name = "checksums"
+    name = "digests"
 
     def __init__(self, trainer: Trainer) -> None:
         """Take the checksums of what ``trainer`` saves."""
@@ -39,11 +40,11 @@ class StateChecksums(Component):
         for name, tensor in tensors_to_save(trainer).items():
             kind = name.split(".", 2)[1] if name.startswith("optim.") else ""
             for part in tensor.parts if kind in kinds else ():
-                content = part.resolve().contiguous()
-                words = content.view(WORDS[content.element_size()])
+                found = box_digest(part.resolve(), part.box)
                 key = f"{kind or MAIN} {str(tensor.dtype).removeprefix('torch.')}"
-                sums[key] = sums.get(key, torch.zeros((), dtype=torch.int64, device=words.device)) + words.sum()
-        by_rank = comm.all_gather_objects({key: int(value) for key, value in sums.items()}, trainer.mesh.world)
+                sums[key] = sums.get(key, 0) + found * (zlib.crc32(name.encode()) << 1 | 1)
+        mine = dict(zip(sums, torch.stack([*sums.values()]).tolist())) if sums else {}
+        by_rank = comm.all_gather_objects(mine, trainer.mesh.world)
         totals: dict[str, int] = {}
         for each in by_rank:
             for key, value in each.items():

@@ -50,8 +50,8 @@ def act_on_step(
     facts: Mapping[str, Any] | None = None,
     explain: Callable[[], str] | None = None,
     intact: bool = False,
-) -> str:
-    """Report a step, and go back if the policy asks for it; return what was found. Collective.
+) -> tuple[str, str | None]:
+    """Report a step, and go back if the policy asks for it; return what was found, and its folder. Collective.
 
     Args:
         component: has the log of the run.
@@ -72,18 +72,20 @@ def act_on_step(
     most = trainer.config.reliability.max_incidents
     has_room = run_dir is not None and run_on_rank0(lambda: _recorded(run_dir) < most, trainer.mesh.world)
     record: Mapping[str, Any] = {}
-    if has_room:  # first, because the explanation computes the step again
+    if has_room:  # first, because others compute the step again
         numbers = {"loss": (facts or {}).get("loss"), "grad_norm": (facts or {}).get("grad-norm")}
         record = gather_step_record(trainer, batches, numbers, intact)
+    replayed = "".join(part.replay_step() for part in trainer.components) if intact else ""
     if explain is not None and (has_room or policy.act not in ("log", "skip")):
         sentence = explain()
+    sentence += replayed
     reader = trainer.reader
     own = reader.range_of_steps(step - 1, step)
     text = f"{sentence}; {FOLLOWS[policy.act]}"
+    folder = None
     if component.log.enabled:
         words = f"{policy.act}:{policy.steps}" if policy.steps else policy.act
         found = {"policy": words, "places": own, **(facts or {})}
-        folder = None
         if has_room and run_dir is not None:
             try:
                 folder = record_incident(run_dir, Incident(kind, step, sentence, found), record)
@@ -93,7 +95,8 @@ def act_on_step(
     if policy.act == REWIND:
         places = reader.range_of_steps(max(0, step - policy.steps), step)
         raise RewindNeededError(kind, step, policy.steps, places, sentence)
-    return sentence
+    where = None if folder is None else str(folder)
+    return sentence, run_on_rank0(lambda: where, trainer.mesh.world) if has_room else None
 
 
 def _recorded(run_dir: str) -> int:

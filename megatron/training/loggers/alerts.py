@@ -71,7 +71,7 @@ class Alerts:
         host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         record = {"event": kind, "text": redact(text), "run": run, "step": step, "host": host, "time": now}
         within(DISK_SECONDS, lambda: self._record(record), None)
-        options = self._options
+        options, delivered = self._options, list[bool]()
         for flag, given, deliver in (
             ("--alert-command", options.alert_command, run_command),
             ("--alert-webhook", options.alert_webhook, post),
@@ -80,8 +80,13 @@ class Alerts:
                 continue
             try:
                 deliver(given, record)
+                delivered.append(True)
             except Exception as error:  # no alert is worth the run
                 print_warning(f"{flag}: the alert {kind!r} was not delivered: {describe(error)}")
+        if not delivered:  # the next one of its kind is sent at once
+            del self._last[kind]
+            self._held[kind] = held + 1
+            within(DISK_SECONDS, lambda: self._record({"event": kind, "delivered": False, "time": now}), None)
 
     def _last_recorded(self, kind: str) -> float:
         """Return when an alert of this kind was sent, by any rank or start, as the run's folder has it; 0 if never."""
@@ -89,8 +94,11 @@ class Alerts:
         if self._run_dir is not None:
             with suppress(OSError):
                 lines = [line for line in read_json_lines(self._run_dir / ALERTS_FILE) if line is not None]
-                times += [line["time"] for line in lines if line.get("event") == kind and "time" in line]
-        return max(time for time in times if isinstance(time, int | float))
+                own = [line for line in lines if line.get("event") == kind]
+                lost = [line.get("time") for line in own if line.get("delivered") is False]
+                times += [line["time"] for line in own if "time" in line and line["time"] not in lost]
+        # a time to come is that of a node whose clock is ahead
+        return max(at for at in times if isinstance(at, int | float) and at <= time.time())
 
     def _record(self, record: Metrics) -> None:
         if self._run_dir is None or not self._run_dir.is_dir():
@@ -191,14 +199,14 @@ class AlertLogger:
         self._step = step
 
     def event(self, step: int, kind: str, fields: Metrics) -> None:
-        """Alert on stops and incidents. A failure is sent by the rank that failed first."""
+        """Alert on stops, incidents, and warnings that ask for it. A failure is sent by the rank that failed first."""
         self._step = step
         self._ended = self._ended or kind in ("stop", "error", "rewind")
         if kind == "stop":
             self._alerts.send(STOP, fields["text"], step)
         elif kind == "evaluation":
             self._what = "the model is evaluated after step"
-        elif kind == "incident":
+        elif kind == "incident" or (kind == "warning" and fields.get("alert")):
             self._alerts.send(fields["kind"], fields["text"], step)
 
     def close(self) -> None:
@@ -229,11 +237,11 @@ def alert_logger(last_phase: bool) -> AlertLogger | None:
     return None if _alerts is None else AlertLogger(_alerts, last_phase)
 
 
-def start_alert(kind: str, text: str) -> threading.Thread | None:
+def start_alert(kind: str, text: str, step: int | None = None) -> threading.Thread | None:
     """Send an alert in a thread, and return it; None without alerts, or memory for a thread."""
     if _alerts is None:
         return None
-    sender = threading.Thread(target=_alerts.send, args=(kind, text), daemon=True)
+    sender = threading.Thread(target=_alerts.send, args=(kind, text, step), daemon=True)
     try:
         sender.start()
     except RuntimeError:

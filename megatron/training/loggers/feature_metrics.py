@@ -134,6 +134,12 @@ POWER_METRICS = {
 }
 """Metrics of energy."""
 
+REPLAY_METRICS = {
+    "replay-checks": Metric("steps", "of this start, computed again and compared, with `--replay-check`"),
+    "replay-clean-step": Metric("", "the last step that was found clean, or with which the run began"),
+}
+"""Metrics of steps that are computed again."""
+
 UPDATE_METRICS = {
     "spikes-skipped": Metric("steps", "window: those of them with a finite gradient that was an outlier"),
     "rewinds": Metric("", "times that the run has gone back, with `rewind:N`"),

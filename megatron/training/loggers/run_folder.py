@@ -49,6 +49,7 @@ PACKAGES = (
     *("triton", "apex", "flash-attn", "transformer-engine", "liger-kernel"),  # optional
 )
 INCIDENTS_FILE = "incidents.md"
+TAIL_BYTES = 1 << 20  # of metrics, in which the newest counts of samples and tokens are looked for
 MAX_LINE_BYTES = 16 << 20  # of metrics; those of a layer take about 100 bytes
 
 
@@ -259,7 +260,8 @@ class IncidentLogger:
         elif kind in ("warning", "incident", "error", "stop", "rewind", "control"):
             self._failed = self._failed or kind == "error"
             plain = kind in ("stop", "rewind")
-            self._write(fields["time"], fields["text"] if plain else f"{kind}: {fields['text']}")
+            folder = f"; {folder}" if (folder := fields.get("folder")) else ""
+            self._write(fields["time"], fields["text"] if plain else f"{kind}: {fields['text']}{folder}")
 
     def close(self) -> None:
         """Log the end, and close the file."""
@@ -267,8 +269,42 @@ class IncidentLogger:
         self._file.close()
 
     def _write(self, seconds: float, text: str) -> None:
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
-        self._file.write(f"- {at} step {self._step}: {printable(' '.join(text.split()))}\n")
+        self._file.write(journal_line(seconds, self._step, text))
+
+
+def journal_line(seconds: float, step: int, text: str) -> str:
+    """Return a line of ``incidents.md``, of a time in seconds since the epoch."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+    return f"- {at} step {step}: {printable(' '.join(text.split()))}\n"
+
+
+def append_incident(run_dir: Path, kind: str, step: int, text: str, folder: Path) -> None:
+    """Append an incident to the log of a run from any rank, when the log of rank 0 may be closed or stuck.
+
+    Args:
+        run_dir: folder of the run.
+        kind: of the incident.
+        step: number of the step, from 1.
+        text: what was found.
+        folder: of the incident.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    now, metrics = time.time(), run_dir / METRICS_FILE
+    with metrics.open("rb") as file:
+        file.seek(-min(TAIL_BYTES, metrics.stat().st_size), os.SEEK_END)
+        counts: Metrics = {}
+        for raw in reversed(file.read().splitlines()):
+            with suppress(ValueError):
+                if isinstance(line := parse_json(raw.decode(errors="replace")), dict) and "consumed-tokens" in line:
+                    counts = {name: line[name] for name in ("consumed-samples", "consumed-tokens") if name in line}
+                    break
+    log = JsonLinesLogger(metrics, warn=lambda text: None)
+    log.event(step - 1, "incident", {**counts, "kind": kind, "text": text, "folder": str(folder), "time": now})
+    log.close()
+    with (run_dir / INCIDENTS_FILE).open("a", encoding="utf-8") as journal:
+        journal.write(journal_line(now, step - 1, f"incident: {text}; {folder}"))
 
 
 COUNTS = (("consumed-tokens",), ("consumed-tokens", "consumed-samples", "batch-size"))

@@ -30,6 +30,7 @@ from megatron.config.plugins import registered
 from megatron.config.privacy import redact
 from megatron.config.run import RunConfig
 from megatron.training.failure_report import describe_error
+from megatron.training.first_cause import within
 from megatron.training.loggers.alerts import alert_logger
 from megatron.training.loggers.base import MetricLogger, Metrics, error_summary
 from megatron.training.loggers.console import CONSOLE_PREFIX, ConsoleLogger, print_line, print_warning
@@ -123,7 +124,8 @@ class RunLogger:
         if (alerts := alert_logger(last_phase=not later[0])) is not None:
             self.add("alerts", lambda: alerts)
         kind = "evaluation" if config.training.skip_train else "start"  # an evaluation does not restart the loss curve
-        self._event(kind, {"run-id": run_id, "world-size": world_size, **self._phase, **(facts or {})})
+        layout = {"world-size": world_size, "threads": torch.get_num_threads()}  # on which the bits of a CPU depend
+        self._event(kind, {"run-id": run_id, **layout, **self._phase, **(facts or {})})
         if reuse_note:
             self._has_loss_curve = not config.training.skip_train
             self.note(reuse_note)
@@ -240,9 +242,9 @@ class RunLogger:
         phases, slowest = ({name: round(x, 3) for name, x in each.items()} for each in (seconds, longest))
         self._event("start-up", {"seconds": round(sum(seconds.values()), 3), "phases": phases, "slowest": slowest})
 
-    def warning(self, text: str) -> None:
-        """Report a problem that does not end the run."""
-        self._event("warning", {"text": text})
+    def warning(self, text: str, kind: str | None = None, alert: bool = False) -> None:
+        """Report a problem that does not end the run; one of a ``kind`` may be an alert."""
+        self._event("warning", {"text": text} | ({} if kind is None else {"kind": kind, "alert": alert}))
 
     def incident(self, kind: str, text: str, folder: Path | None = None) -> None:
         """Report an incident of a kind of ``incidents.KINDS``, and its folder."""
@@ -308,7 +310,15 @@ class RunLogger:
         if isinstance(error, SupersededError):
             self._superseded = error
             self._loggers.clear()
-        elif error is not None and self.enabled and self._owns_run(at_once=True):
+        if error is None:
+            self.close()
+        else:
+            # a dead disk must not keep a failed run from its end
+            within(LOGGER_TIMEOUT_SECONDS, partial(self._close_after, error), None)
+
+    def _close_after(self, error: BaseException) -> None:
+        """Record an error, and close."""
+        if self.enabled and self._superseded is None and self._owns_run(at_once=True):
             if self._read_pending is not None:
                 try:
                     self.train(self._read_pending())

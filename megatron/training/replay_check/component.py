@@ -2,8 +2,8 @@
 
 A step that is checked is recorded (:mod:`megatron.training.replay_check.recorder`), and computed again before its
 update, while the weights are still those that it has used. The update is repeated on copies of some parameters, weights
-that were gathered are compared with digests of their owners, and main parameters and moments of every step with what
-the update before has left (:mod:`megatron.training.replay_check.state`).
+that were gathered are compared with digests of their owners, and main parameters and moments with what the update
+before has left (:mod:`megatron.training.replay_check.state`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.suspects import record_corruption
+from megatron.checkpoint.location import parse_location
+from megatron.checkpoint.rewinds import record_corruption
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
+from megatron.config.text import counted
 from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.distributed_optimizer import UpdateResult
@@ -30,12 +32,13 @@ from megatron.training.callbacks.health import WeightCopy, differing_ranks, find
 from megatron.training.component import Component
 from megatron.training.failure_report import DEVICE, FAILURES_FILE, CorruptionError, host_name
 from megatron.training.incidents import Incident, record_incident
+from megatron.training.loggers.base import Metrics
 from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import JsonLinesLogger
 from megatron.training.metrics import StepMetrics, device_name
 from megatron.training.replay_check.recorder import GIVEN, GRADIENT, REDUCED, StepRecord, StepRecorder
 from megatron.training.replay_check.state import Finding, GatherCheck, StateAtRest, UpdateCheck
-from megatron.training.replay_check.verdict import Difference, RankReport, Verdict, judge, odd_one_out
+from megatron.training.replay_check.verdict import SOFTWARE, Difference, RankReport, Verdict, judge, odd_one_out
 from megatron.training.step import compute_gradients
 from megatron.training.trainer import Trainer
 
@@ -45,13 +48,15 @@ CORRUPTION = "E982"
 REPLAYS = 3
 """Replays of the first step of a start, and of a step that differs from its first replay."""
 
+CALIBRATING = 2
+"""Steps at the start that are all checked: the first repeats an update, and the second compares what it has left."""
 
 LISTED_PARAMETERS = 8
 """Parameters with a wrong gradient that a report names, at most."""
 
 
 class ReplayCheck(Component):
-    """Checks every ``interval``-th step, the first of a start, and those after which the run saves."""
+    """Checks every ``interval``-th step, the first two of a start, and those after which the run saves."""
 
     name = "replay_check"
     state_types: ClassVar[Mapping[str, Any]] = {"clean": int}
@@ -106,7 +111,7 @@ class ReplayCheck(Component):
             step == self._trainer.total_steps
             or (checkpoint.save_interval is not None and step % checkpoint.save_interval == 0)
         )
-        return step % self._every == 0 or step == self._first or saves
+        return step % self._every == 0 or step < self._first + CALIBRATING or saves
 
     def on_step_start(self) -> None:
         """Compare gathered weights with their owners', before a step that is checked; collective."""
@@ -117,8 +122,8 @@ class ReplayCheck(Component):
 
     def before_compute(self, batches: Sequence[MicroBatch], loss_grad: Tensor, tokens: Tensor) -> None:
         """Begin to record; see :class:`Component`."""
+        self._step = batches, loss_grad, tokens
         if self._due:
-            self._step = batches, loss_grad, tokens
             self._record = self._recording.enter_context(self._recorder.recording())
 
     def on_gradients(self, losses: dict[str, Tensor], tokens: Tensor) -> None:
@@ -149,9 +154,21 @@ class ReplayCheck(Component):
         self._recorder.record_reduced(record)
         return record
 
+    def replay_step(self) -> str:
+        """Compare the reduced gradients with those of a replay; see :class:`Component`."""
+        if not self._due:  # else it was replayed before its update
+            step, replay = StepRecord(), StepRecord()
+            self._recorder.record_reduced(step)
+            compute_gradients(self._trainer, *self._step)
+            self._recorder.record_reduced(replay)
+            if self._is_any_set([step.differences(replay, self._trainer.device)]):
+                return "; its replay has other gradients: a transient fault, or an operation that is not deterministic"
+        return "; its replay is the same to the bit, so no transient fault has caused it"
+
     def before_update(self, loss: Tensor | None, grad_norm: Tensor) -> Tensor | None:
         """Compare main parameters and moments with what the last update has left; see :class:`UpdateHook`."""
-        self._at_rest.compare()
+        if self._due:
+            self._at_rest.compare()
         return None
 
     def before_rule(self, group: ParamGroup, rule: UpdateRule, args: UpdateArgs) -> None:
@@ -163,7 +180,8 @@ class ReplayCheck(Component):
         """Repeat the update of the copies; see :class:`Component`."""
         if self._due:
             self._updated = self._update.compare(self._trainer.device)
-        self._at_rest.remember()
+        if self._is_due(self._trainer.iteration + 2):  # the next step; this one is not counted yet
+            self._at_rest.remember()
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Compare what the step has left, on all ranks; collective.
@@ -188,6 +206,16 @@ class ReplayCheck(Component):
         any_set = torch.cat([flag.flatten() for flag in flags]).any().float()
         return bool(comm.all_reduce(any_set, self._trainer.mesh.world, "max").item())
 
+    def metrics(self) -> Metrics:
+        """See :class:`Component`."""
+        return {"replay-checks": self._checks, "replay-clean-step": self._clean}
+
+    def on_stop(self, error: BaseException | None) -> None:
+        """Report what was checked; see :class:`Component`."""
+        if error is None:
+            steps, last = counted(self._checks, "step"), f"the last that was found clean is {self._clean}"
+            self.log.note(f"--replay-check: {steps} of this start checked; {last}")
+
     # ---- A difference
 
     def _conclude(
@@ -210,7 +238,8 @@ class ReplayCheck(Component):
         local_rank, device = Launch.read(os.environ).local_rank, describe_device(trainer.device)
         mine = RankReport(world.rank, host_name(os.environ), local_rank, device, first, sorted(given), found)
         reports = [RankReport.from_json(each) for each in comm.all_gather_objects(mine.to_json(), world)]
-        verdict = judge(reports, step, len(replays), odd, self._calibrated)
+        calibrated = self._calibrated if replays else self._checks > CALIBRATING
+        verdict = judge(reports, step, len(replays), odd, calibrated)
         self._report(verdict, reports, step)
 
     def _copies_of_minority(self, copies: Sequence[WeightCopy]) -> list[Finding]:
@@ -227,7 +256,7 @@ class ReplayCheck(Component):
         run_dir, save, clean = config.logging.run_dir, config.checkpoint.save, self._clean or 0
         ends = self._policy != "report"
         if world.rank == 0 and ends and verdict.is_hardware and save is not None:
-            record_corruption(Path(save), clean, step, verdict.sentence)
+            record_corruption(parse_location(save), clean, step)
         if run_dir is not None and world.rank == 0:
             facts = {
                 "cause": verdict.cause,
@@ -249,7 +278,8 @@ class ReplayCheck(Component):
             return
         if verdict.is_hardware:
             raise CorruptionError(f"{CORRUPTION} {verdict.sentence}; the last step that was found clean is {clean}")
-        raise UserError([Problem("E983", verdict.sentence, ("--deterministic", "drop --replay-check"))])
+        fixes = () if verdict.place in SOFTWARE else ("--deterministic",)
+        raise UserError([Problem("E983", verdict.sentence, (*fixes, "drop --replay-check"))])
 
 
 def first_difference(a: StepRecord, b: StepRecord) -> Difference | None:

@@ -1,7 +1,6 @@
 """Digests of what a rank computes, gives to other ranks and gets from them in a step, in the order of events.
 
-A digest is a sum of 64-bit words modulo 2^64, so one flipped bit always changes it. On a GPU it reads a tensor once,
-and nothing waits for the device.
+On a GPU a digest reads a tensor once, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -19,47 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.distributed.comm import Channel, CommObserver, Group
 from megatron.optimizer.grad_buffer import BucketLayout, ReduceHandle, Reduction
+from megatron.training.digests import digest
 from megatron.training.trainer import Trainer
 
-ROW_WORDS = 1024
-"""Words whose sum gets one factor: a digest depends on the order of rows, not on that inside a row."""
-
 BLOCK_NAME = re.compile(r"layers\.\d+")
-
-STRIDE = 0x1E3779B97F4A7C15
-
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by bytes of an element."""
 
 FORWARD, BACKWARD, GRADIENT, GIVEN, GOT, REDUCED = "forward", "backward", "gradient", "given", "got", "reduced"
 """Kinds of events: output of a module, gradient of it, local gradient of a parameter, tensor given to other ranks or
 got from them, and reduced gradient of a parameter."""
-
-
-@torch.no_grad()
-def words_of(x: Tensor) -> Tensor:
-    """Return the bits of a tensor as a flat tensor of integers, of 64 bits if its size and place allow it."""
-    flat = x.detach().contiguous().view(-1)
-    size = flat.element_size()
-    aligned = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
-    return flat.view(torch.int64 if aligned else WORDS[size])
-
-
-def word_sum(x: Tensor) -> Tensor:
-    """Return the sum of the bits of a tensor, int64, 0-d; in one kernel."""
-    return words_of(x).sum(dtype=torch.int64)
-
-
-@torch.no_grad()
-def digest(x: Tensor) -> Tensor:
-    """Return the digest of a tensor, int64, 0-d. The sum of each row of words has an odd factor of its own."""
-    words = words_of(x)
-    whole = words.numel() // ROW_WORDS * ROW_WORDS
-    if whole == 0:
-        return words.sum(dtype=torch.int64)
-    rows = words[:whole].view(-1, ROW_WORDS).sum(1, dtype=torch.int64)
-    factors = torch.arange(1, len(rows) + 1, device=x.device) * STRIDE | 1
-    return (rows * factors).sum() + words[whole:].sum(dtype=torch.int64)
 
 
 class Event(NamedTuple):
@@ -111,6 +77,7 @@ class StepRecorder(CommObserver):
         self._record: StepRecord | None = None
         for bucket in trainer.buckets.buckets:
             bucket.reduction = ObservedReduction(bucket.reduction, partial(self._see_gradients, bucket.layout))
+        trainer.optimizer.partial_grads.before_reduce = self._see_partial
         self._muted = False
 
     @contextmanager
@@ -162,6 +129,12 @@ class StepRecorder(CommObserver):
             yield
         finally:
             self._muted = False
+
+    def _see_partial(self) -> None:
+        """Record gradients before their last reduction, in whose sum a small difference may vanish."""
+        if self._record is not None:
+            for name in self._trainer.optimizer.partial_grads.names:
+                self._record.add(Event(REDUCED, name), self._trainer.optimizer.grads[name])
 
     def on_input(self, operation: str, tensors: Sequence[Tensor], group: Group | Channel) -> str:
         """See :class:`CommObserver`."""

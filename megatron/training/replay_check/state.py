@@ -13,7 +13,7 @@ from megatron.distributed.comm import Group
 from megatron.optimizer.param_groups import ParamGroup
 from megatron.optimizer.parameter_store import WeightBuffer
 from megatron.optimizer.rules import UpdateArgs, UpdateRule
-from megatron.training.replay_check.recorder import WORDS, word_sum, words_of
+from megatron.training.digests import WORDS, word_sum, words_of
 from megatron.training.trainer import Trainer
 
 Finding = tuple[str, str]

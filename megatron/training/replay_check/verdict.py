@@ -16,13 +16,20 @@ from megatron.training.replay_check.recorder import BACKWARD, FORWARD, GIVEN, GO
 
 TRANSIENT, UNSTABLE, NONDETERMINISTIC = "transient", "unstable", "nondeterministic"
 """Causes: one computation of a step differs from all others, which agree; several differ from each other, on one rank
-alone; on several ranks, or in the first step of a start."""
+alone; on several ranks, or in the first step of a start. State or updates on several ranks, or in the first two checks,
+are of the third kind, too."""
 
 REDUCING = ("all-reduce", "reduce-scatter")
 
 PLACES = ("activation", "gradient", "reduction", "update", "gather", "state", "message", "copies")
 """Places in which values are wrong: at a module's output, a gradient before its reduction, the reduction, an update,
 gathered weights, main parameters and moments between two updates, communication inside a replica, copies of weights."""
+
+SOFTWARE = {
+    "state": "a callback or plugin may change weights or moments between two updates",
+    "update": "an update rule may not be deterministic, or keep state of its own",
+}
+"""What else than hardware may be to blame, by place of a finding."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,8 @@ class Difference:
         texts = {GRADIENT: f"gradient of {self.place}", REDUCED: f"reduced gradient of {self.place}"}
         found = texts.get(self.kind) or what[self.kind] + self.place
         action = f" in {self.action}" if self.action else ""
-        gradients = f", in gradients of {listed(self.parameters)}" if self.where == "reduction" else ""
+        named = self.where == "reduction" and self.parameters
+        gradients = f", in gradients of {listed(self.parameters)}" if named else ""
         return f"{found}{action}{gradients}" + (f", after {self.after}" if self.after else "")
 
 
@@ -135,11 +143,11 @@ def judge(reports: Sequence[RankReport], step: int, replays: int, odd: int | Non
         step: that was checked, from 1.
         replays: how often it was replayed.
         odd: see :func:`odd_one_out`.
-        calibrated: an earlier step of this start gave the same bits in all replays.
+        calibrated: earlier checks of this start have found that what is repeated gives the same bits.
     """
     firsts = {report.rank: report.first for report in reports if report.first}
     if not firsts:
-        return _judge_findings(reports, step)
+        return _judge_findings(reports, step, calibrated)
     culprits = culprits_of(firsts, reports)
     first = firsts[culprits[0]]
     found = f"{first.where} on {_named(reports, culprits)}, {first.describe()}"
@@ -157,13 +165,17 @@ def judge(reports: Sequence[RankReport], step: int, replays: int, odd: int | Non
     return _verdict(NONDETERMINISTIC, first.where, culprits, sentence, reports)
 
 
-def _judge_findings(reports: Sequence[RankReport], step: int) -> Verdict:
+def _judge_findings(reports: Sequence[RankReport], step: int, calibrated: bool) -> Verdict:
     order = {place: i for i, place in enumerate(("state", "update", "gather", "copies"))}
     found = min((order[place], place) for report in reports for place, _ in report.found)[1]
     culprits = [report.rank for report in reports if any(place == found for place, _ in report.found)]
     texts = dict.fromkeys(text for report in reports for place, text in report.found if place == found)
     sentence = f"{found} differs in the check of step {step}, on {_named(reports, culprits)}: {listed([*texts][:4])}"
-    return _verdict(TRANSIENT, found, culprits, sentence, reports)
+    software = SOFTWARE.get(found)
+    if software is None or (calibrated and len(culprits) == 1):
+        return _verdict(TRANSIENT, found, culprits, sentence, reports)
+    why = "no single fault reaches several ranks" if len(culprits) > 1 else "this start has not found it stable before"
+    return _verdict(NONDETERMINISTIC, found, culprits, f"{sentence}; {why}: {software}", reports)
 
 
 def culprits_of(firsts: Mapping[int, Difference], reports: Sequence[RankReport]) -> list[int]:

@@ -387,7 +387,7 @@ def test_the_report_and_its_status(quick: None, capsys: pytest.CaptureFixture[st
     assert re.search(r"^software\n  ok   python +3\.", text, re.MULTILINE)
     assert f"--run-dir            {tmp_path} (" in text
     assert "transformer-engine" not in text, "it buys nothing"
-    assert re.search(r"\n0 bad, \d+ notes, \d+ ok\n$", text)
+    assert re.search(r"\n0 bad, \d+ notes, \d+ ok; --all also shows the \d+ that buy nothing here\n$", text)
     assert doctor.main(["--json", "--data-path", str(tmp_path / "none"), "--run-dir", str(tmp_path)], environ) == 1
     whole = json.loads(capsys.readouterr().out)
     assert whole["counts"]["bad"] == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megatron.checkpoint.format import Manifest
@@ -14,7 +15,7 @@ from megatron.checkpoint.rewinds import Rewind, write_rewinds
 from megatron.training.incidents import read_incidents
 from tests.distributed.test_replay import EMBEDDING, SAVES, STEP, nan_in_embedding
 from tests.kit.runs import before_step, contents, start, tiny_run
-from tools.lib.replayed_step import ReplayTarget, on_course
+from tools.lib.replayed_step import ReplayTarget, on_course, read_target
 from tools.replay_step import main
 
 
@@ -24,6 +25,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("replay") / "run"
     outcome = start(tiny_run(folder, f"{SAVES} --save {folder}/saved"), before_step(STEP, nan_in_embedding))
     assert outcome.status == 1
+    ((incident, _),) = read_incidents(folder)
+    assert f"take the step again: python tools/replay_step.py {incident}\n" in outcome.err
+    assert f"; {incident}\n" in (folder / "incidents.md").read_text()
     return folder
 
 
@@ -76,6 +80,21 @@ def test_a_copied_run_is_found_with_its_checkpoints_and_a_healthy_step_is_equal(
     assert status == 0, text
     assert "from iter_0000003" in text
     assert "no module is out of line" in text
+
+
+def test_a_mean_of_steps_is_taken_again_from_before_its_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(tiny_run(tmp_path, f"{SAVES} --save {tmp_path}/saved --train-iters 4 --log-interval 2")).status == 0
+    assert read_target(tmp_path, 4, ()).threads == torch.get_num_threads()
+    status, text = replayed(capsys, tmp_path, "--step", 3)
+    assert status == 2
+    assert "logged steps 3 to 4 by their mean" in text
+    assert "--step 4" in text
+    assert "in this process" not in text  # nothing was computed
+    status, text = replayed(capsys, tmp_path, "--step", 4)
+    assert status == 0, text
+    assert "steps 3 to 4: loss" in text
 
 
 @pytest.mark.parametrize(

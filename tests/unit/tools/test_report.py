@@ -157,6 +157,7 @@ def test_a_rewind_loses_steps_and_builds_again(tmp_path: Path) -> None:
     log.begin(0, {"python": 1.0}, 2.0)
     log.take(1.0, 1.0, 1.0)
     log.log()
+    log.write(event="warning", text="elastic replica 1 left after step 4", kind="replica-lost")
     log.write(event="rewind", text="goes back from step 4 to step 2")
     log.spend("start-up", 5.0)
     log.begin(2, {"python": 0.0, "checkpoint": 2.0}, 1.0)
@@ -164,7 +165,7 @@ def test_a_rewind_loses_steps_and_builds_again(tmp_path: Path) -> None:
     record = read_record(tmp_path)
     parts = run_hours(record).parts
     assert (parts["start-up"], parts["lost"], parts["unrecorded"]) == pytest.approx((8.0, 2.5, 0.0))
-    assert [each.kind for each in happenings(record)] == ["rewind"]
+    assert [each.kind for each in happenings(record)] == ["replica", "rewind"]
 
 
 def test_a_line_that_a_restart_takes_again_in_part_is_lost_in_part(tmp_path: Path) -> None:

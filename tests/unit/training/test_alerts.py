@@ -17,7 +17,7 @@ from megatron.arguments.cli import parse
 from megatron.config.errors import UserError
 from megatron.config.reliability import ReliabilityConfig
 from megatron.training.loggers import alerts as module
-from megatron.training.loggers.alerts import Alerts, alerts_of, send_alert
+from megatron.training.loggers.alerts import AlertLogger, Alerts, alerts_of, send_alert
 from megatron.training.trainer import Trainer
 from tests.kit.processes import free_port, is_alive
 from tests.kit.runs import FLAGS, before_step, contents, start, tiny_run
@@ -125,6 +125,14 @@ def test_one_of_a_kind_is_sent_in_an_interval_over_ranks_and_starts(tmp_path: Pa
     assert [got["text"] for got in hook.got[2:]] == ["spike: x", "spike: y (2 more of this kind since the last alert)"]
 
 
+def test_warnings_are_sent_that_ask_for_it(tmp_path: Path, hook: Hook) -> None:
+    logger = AlertLogger(of(tmp_path, alert_webhook="env:HOOK"), last_phase=False)
+    logger.event(3, "warning", {"text": "slow"})
+    for alert in (False, True):
+        logger.event(4, "warning", {"text": "replica 1 left", "kind": "replica-lost", "alert": alert})
+    assert [(got["event"], got["step"]) for got in hook.got] == [("replica-lost", 4)]
+
+
 @pytest.mark.parametrize(
     ("answers", "arrive", "reason"),
     [
@@ -156,6 +164,18 @@ def test_a_webhook_that_refuses_connections_costs_a_warning(
     (tmp_path / "url").write_text(f"http://127.0.0.1:{free_port()}{SECRET}\n")
     of(alert_webhook=f"file:{tmp_path}/url").send("stop", "x")
     assert "was not delivered: [Errno 111] Connection refused" in capsys.readouterr().err
+
+
+def test_an_alert_that_is_lost_does_not_hold_the_next_one_back(tmp_path: Path, hook: Hook) -> None:
+    hook.answers = [404, 200]
+    for rank in range(3):  # each is a process of its own
+        of(tmp_path, alert_webhook="env:HOOK").send("spike", f"of rank {rank}")
+    assert [line["text"].split(": ")[-1] for line in hook.got] == ["of rank 0", "of rank 1"]
+    ahead = {"event": "hang", "time": time.time() + 3000.0}  # of a node whose clock is ahead
+    with (tmp_path / "alerts.jsonl").open("a") as file:
+        file.write(json.dumps(ahead) + "\n")
+    of(tmp_path, alert_webhook="env:HOOK").send("hang", "now")
+    assert len(hook.got) == 3
 
 
 WRITE = "import os, sys; open(sys.argv[1], 'w').write(repr(sys.argv[2:]) + os.environ['ALERT_EVENT'])"

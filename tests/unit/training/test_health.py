@@ -5,6 +5,7 @@ What is measured on several ranks is tested in tests/distributed.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -12,15 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.callbacks import health
+from megatron.distributed.sharding import Box
+from megatron.training import digests
 from megatron.training.callbacks.health import (
     WeightCopy,
-    bit_hash,
     describe_difference,
     layer_name,
     square_sum,
     summarize_health,
 )
+from megatron.training.digests import bit_hash, box_digest
 from megatron.training.loggers.console import health_line
 from megatron.training.metrics import StepMetrics
 
@@ -111,7 +113,7 @@ def test_a_digest_follows_from_values_and_places_alone(dtype: torch.dtype, monke
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     whole, turned = bit_hash(x), bit_hash(x.t().contiguous())
     assert bit_hash(x.t()) == turned != whole
-    monkeypatch.setattr(health, "HASH_BLOCK", 4)
+    monkeypatch.setattr(digests, "HASH_BLOCK", 4)
     assert bit_hash(x) == whole
     assert bit_hash(torch.empty(0, 4)) == 0
 
@@ -124,6 +126,19 @@ def test_one_bit_changes_it(dtype: torch.dtype, at: int, bit: int) -> None:
     words = x.view(BITS[dtype])
     words[at] ^= torch.tensor(1, dtype=words.dtype) << bit % (8 * x.element_size())
     assert bit_hash(x).item() != before
+
+
+def test_digests_of_boxes_add_up_and_know_their_places() -> None:
+    x = torch.randn(4, 3, 6)
+    whole = box_digest(x, Box((0, 0, 0), (4, 3, 6)))
+    assert whole == sum(
+        box_digest(x[i : i + 2, :, j : j + 3], Box((i, 0, j), (2, 3, 3))) for i in (0, 2) for j in (0, 3)
+    )
+    places = [(i, j, k) for i in range(4) for j in range(3) for k in range(6)]
+    for first, second in itertools.combinations(places, 2):
+        y = x.clone()
+        y[first], y[second] = x[second], x[first]
+        assert box_digest(y, Box((0, 0, 0), (4, 3, 6))) != whole
 
 
 def test_places_count() -> None:

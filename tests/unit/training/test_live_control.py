@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,9 +48,9 @@ def test_requests_are_carried_out_after_the_step_and_change_no_loss(tmp_path: Pa
         (3, "b2", True, "evaluate"),
     ]
     loss = records(tmp_path / "run", "lm loss validation")[0]["lm loss validation"]
-    assert f"asks for 'evaluate': loss after step 3: valid {loss:.6g}" in events[1]["text"]
+    assert f"): loss after step 3: valid {loss:.6g}" in events[1]["text"]
     incidents = (tmp_path / "run" / "incidents.md").read_text()
-    assert re.search(r"step 3: control: \w+ asks for 'save': step 3 is saved", incidents)
+    assert re.search(r"step 3: control: save \(asked for by \w+\): step 3 is saved", incidents)
     start(tiny_run(tmp_path / "plain", f"--save {tmp_path}/other --eval-iters 2"))
     for name in ("lm loss", "grad-norm", "samples-digest"):
         assert column(tmp_path / "run", name) == column(tmp_path / "plain", name)
@@ -69,7 +71,8 @@ def test_a_stop_saves_and_ends_with_status_0(tmp_path: Path) -> None:
     assert (outcome.status, outcome.err, saved_steps(tmp_path / "saved")) == (0, "", [2])
     assert "stopped by a request in the control file after step 2 of 6" in outcome.out
     assert [(event["id"], event["done"]) for event in events] == [("", True), ("x", True)]
-    assert events[1]["text"].endswith("asks for 'stop': stopped after step 2 of 6")
+    assert events[1]["text"].startswith("stop (asked for by ")
+    assert events[1]["text"].endswith("): stopped after step 2 of 6")
     assert json.loads((tmp_path / "run" / "stopped.json").read_text())["iteration"] == 2
     log = (tmp_path / "run" / "ranks" / "rank_00000.log").read_text()
     assert "stacks requested" in log
@@ -104,6 +107,7 @@ def test_what_cannot_be_done_gets_a_sentence_and_the_run_goes_on(tmp_path: Path)
     assert len(events) == len(expected)
     for event, sentence in zip(events, expected):
         assert sentence in event["text"]
+        assert sentence.startswith("this run") or event["text"].startswith("request of ")
         assert "\x1b" not in event["text"]
     assert outcome.err.count("warning: ") == len(expected)
 
@@ -171,6 +175,23 @@ def test_the_usage_of_each_request_is_one(word: str) -> None:
     assert parse_request(usage.replace(" N", " 1"))[0] == COMMANDS[word].field
 
 
+def test_a_request_is_put_and_withdrawn_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "control"
+
+    def link(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+    assert tool.write_request(file, "save #a1\n", time.monotonic() + 5.0)
+    assert not tool.write_request(file, "stop #b2\n", time.monotonic() + 0.1)
+    assert not tool.withdraw(file, "b2")
+    assert file.read_text() == "save #a1\n"
+    assert tool.withdraw(file, "a1")
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_the_tool_prints_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     statuses: list[int] = []
     threads: list[threading.Thread] = []
@@ -189,7 +210,7 @@ def test_the_tool_prints_the_answer(tmp_path: Path, capsys: pytest.CaptureFixtur
         outcome = start(tiny_run(tmp_path / "run", "--eval-iters 0"))
     threads[0].join(10.0)
     assert (outcome.status, statuses) == (0, [tool.CARRIED_OUT])
-    assert "asks for 'stop': stopped after step 3 of 6\n" in outcome.out + capsys.readouterr().out
+    assert "): stopped after step 3 of 6\n" in outcome.out + capsys.readouterr().out
     assert tool.main([str(tmp_path / "run"), "save", "--timeout", "0.3"]) == tool.UNANSWERED
     assert "has not read the request, which is withdrawn" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "run").glob("control*")) == []

@@ -6,6 +6,8 @@ import errno
 import logging
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,40 @@ def test_disks_that_cannot_be_written_cost_a_warning(
         for _ in range(3):
             write_text("x")
         monkeypatch.undo()
+
+
+def test_a_disk_that_hangs_costs_one_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "DISK_SECONDS", 0.2)
+    answers, write = threading.Event(), os.write
+
+    def hang(file: int, data: bytes) -> int:
+        answers.wait(60.0)
+        return write(file, data)
+
+    began = time.monotonic()
+    with rank_log(str(tmp_path), 0, 1, {}):
+        write_text("before\n")
+        monkeypatch.setattr(module.os, "write", hang)
+        for number in range(50):
+            print(f"warning {number}", file=sys.stderr)
+        write_stacks("they are asked for")
+        child = os.fork()
+        if child == 0:  # its thread is its own
+            monkeypatch.undo()
+            write_text("of a child\n")
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert time.monotonic() - began < 10.0
+    answers.set()
+    monkeypatch.undo()
+    printed = capfd.readouterr().err
+    assert printed.count("the disk does not answer") == 1
+    assert "warning 49" in printed
+    found = log_of(tmp_path, 0)
+    assert "before\n" in found
+    assert "of a child\n" in found
 
 
 def test_crashes_are_those_of_the_last_start(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from megatron.checkpoint.format import Manifest
 from megatron.config.checkpoint import CheckpointConfig
@@ -177,11 +178,30 @@ def test_the_explanation_of_a_skipped_step_changes_nothing(tmp_path: Path, plain
     assert differences(*(tmp_path / f"{most}/saved/iter_0000008" for most in (0, 5))) == []
 
 
+def test_steps_that_are_skipped_for_ever_are_reported_ever_less(tmp_path: Path) -> None:
+    def spoil(trainer: Trainer) -> None:
+        trainer.optimizer.weights.shards["embedding.word_embeddings.weight"].fill_(torch.nan)
+
+    flags = run_flags(tmp_path, "--on-nonfinite skip --max-incidents 1")
+    assert start(tiny_run(tmp_path, flags), before_step(3, spoil)).status == 0
+    found = [event for event in records(tmp_path, "event") if event["event"] == "incident"]
+    assert [re.findall(r"step (\d+) is not finite", event["text"])[:1] for event in found[1:]] == [["4"], ["5"], ["7"]]
+    assert [step for record in records(tmp_path) for step in record["skipped-iterations"]] == [*range(3, 11)]
+
+
+def test_a_start_from_a_named_step_goes_back_too(tmp_path: Path, plain: Outcome) -> None:
+    assert start(tiny_run(tmp_path, run_flags(tmp_path, "--exit-interval 4"))).status == 0
+    with spoiled_sample(in_step(plain, 7)):
+        outcome = start(tiny_run(tmp_path, run_flags(tmp_path, f"{NONFINITE} --ckpt-step 4")))
+    assert outcome.status == 0, outcome.err
+    assert "goes back from step 7 to step 4" in outcome.out
+
+
 # ---- Killed and started again
 
 
 def killed_at(point: str) -> Callable[..., Any]:
-    original = rewinds.write_rewinds
+    original = rewinds.add_rewinds
 
     def write(*arguments: Any) -> None:
         if point == "after the record":
@@ -203,7 +223,7 @@ def test_a_kill_at_any_time_changes_nothing(tmp_path: Path, plain: Outcome, poin
                     if point.startswith("step"):
                         stack.enter_context(before_step(int(point[5:]), second_time(kill)))
                     else:
-                        stack.enter_context(patch.object(rewinds, "write_rewinds", killed_at(point)))
+                        stack.enter_context(patch.object(rewinds, "add_rewinds", killed_at(point)))
                     assert start(run).status is None
                 if point == "after the record":  # nor does a run that only evaluates, or starts from this one
                     assert saved_steps(folder / "saved") == [2, 4, 6]
