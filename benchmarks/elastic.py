@@ -20,7 +20,7 @@ from statistics import median
 ROOT = Path(__file__).parents[1]
 MODEL = (
     "--mock-data --device cpu --lr 1e-3 --vocab-size 1000 --num-layers 4 --hidden-size 256 --num-attention-heads 4 "
-    "--ffn-hidden-size 1024 --max-position-embeddings 128 --seq-length 128 --global-batch-size 8 --log-interval 1"
+    "--ffn-hidden-size 1024 --max-position-embeddings 128 --seq-length 128 --global-batch-size 4 --log-interval 1"
 )
 WARM_UP = 2
 """Steps left out."""
@@ -67,7 +67,7 @@ def seconds(elastic: bool, steps: int) -> float:
 def main() -> None:
     """Print the ratio of each round, and their median."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=8, help="of a run")
+    parser.add_argument("--steps", type=int, default=6, help="of a run")
     parser.add_argument("--rounds", type=int, default=3, help="alternating")
     options = parser.parse_args()
     ratios = []
