@@ -20,10 +20,10 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from megatron.checkpoint.suspects import record_corruption
 
 from megatron.arguments.megatron_flags import foreign_flags
 from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.rewinds import record_corruption
 from megatron.config.reliability import ReliabilityConfig
 from megatron.distributed.launch import world_group
 from megatron.training.elastic import ElasticReplica
@@ -519,21 +519,23 @@ def _(case: Case) -> None:
     case.flags += f" --save {case.folder}/saved --run-dir {case.folder}/run"
     shown = case.run(before_step(2, flip), N=2)
     assert (shown.status, "E982" in shown.text) == (1, True), shown.text
-    assert (case.folder / "saved" / "corruption.json").exists()
+    assert (case.folder / "saved" / "rewinds.json").exists()
 
 
 @exercise("E982 corruption was found", "E984: the next start is refused")
 def _(case: Case) -> None:
     saved = case.copy() / "saved"
-    record_corruption(saved, clean=2, found=4, sentence="rank 0: an activation differs")
+    record_corruption(saved, clean=2, found=4)
     if case.row.command.startswith("cat"):
-        assert json.loads(case.run().text)["clean"] == 2
+        (found,) = json.loads(case.run().text)
+        assert (found["kind"], found["step"], found["steps"]) == ("corruption", 4, 2)
         return
     case.flags += f" --save {saved}"
     assert "E984" in call("pretrain_gpt.py", case.flags.split()).text
     shown = case.run()
-    assert (shown.status, "suspect_0000004" in shown.text, "3/4" in shown.text) == (0, True, True), shown.text
-    assert (saved / "suspect_0000004").is_dir()
+    assert (shown.status, "corruption was found in step 4" in shown.text, "3/4" in shown.text) == (0, True, True), (
+        shown.text
+    )
 
 
 # ---- Replicas and alerts
