@@ -113,7 +113,7 @@ CASES: dict[str, tuple[Case, tuple[Damage, ...], str]] = {
     "cp2, a head of further tokens": (
         HEADS_CP2,
         ((1, bad_weight, ("heads.depths.0.eh_proj",)),),
-        "rank 1: output of mtp.layers.0.eh_proj, micro-batch 0, samples [0, 1]",
+        "rank 1: output of mtp.layers.0.eh_proj, micro-batch 0, samples [0]",
     ),
     "pp2, gradient of the first stage": (
         PP2,
