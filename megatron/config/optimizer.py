@@ -188,8 +188,8 @@ class OptimizerConfig(WithPluginOptions):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the window of loss, gradient norm and step of ``skip_spikes``."""
-        return 0 if self.skip_spikes is None else 3 * 8 * self.spike_window
+        """Bytes of the window of loss, gradient norm and step of ``skip_spikes``, and of what it has found last."""
+        return 0 if self.skip_spikes is None else 8 * (3 * self.spike_window + 7)
 
     @property
     def first_moment(self) -> bool:

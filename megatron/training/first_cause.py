@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from megatron.checkpoint.errors import SupersededError
 from megatron.config.privacy import redact
 from megatron.config.text import counted
 from megatron.distributed.launch import add_to_count, is_peer_lost, register_failure
@@ -60,6 +61,8 @@ def is_first_failure(error: BaseException) -> bool:
     """Register a failure of this rank; return True if it is the first of all ranks, as far as that can be known."""
     if not register_failure():
         return False
+    if isinstance(error, SupersededError):  # the folder belongs to a later start
+        return True
     claimed = within(DISK_SECONDS, claim_first_failure, True)
     return claimed or not is_peer_lost(error)
 
