@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -87,6 +88,7 @@ def start(setup: Setup, folder: Path, fault: Fault | None = None) -> Ended:
         (folder / f"rank{rank}.txt").touch()
         (folder / f"rank{rank}.calls").touch()
     port, began = free_port(), time.monotonic()
+    faulthandler.cancel_dump_traceback_later()  # pytest's: a fork has its locks without its thread
     pids = [_fork(setup, folder, rank, port, fault) for rank in range(setup.ranks)]
     statuses: dict[int, int] = {}
     try:
