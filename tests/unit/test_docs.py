@@ -24,6 +24,7 @@ PAGES = [
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:^|[ `])(?:torchrun (?P<launch>.*?) |python3? )pretrain_(?:gpt|hybrid)\.py (?P<flags>.*)")
 FOREIGN = {
+    "corruption": "--clean",
     "AGENTS": "--check",
     "CONTRIBUTING": "--check --every",
     "SECURITY": "--disable-pip --generate-hashes --master-port --no-annotate --python-version --redact "
