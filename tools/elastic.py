@@ -1,4 +1,4 @@
-"""Start elastic replicas on this machine, and those that are lost again: one command for docs/elastic.md.
+"""Start elastic replicas on this machine, and those that are lost again.
 
     python tools/elastic.py --replicas 3 --run-dir runs/a -- pretrain_gpt.py --save runs/a/checkpoints FLAGS
 

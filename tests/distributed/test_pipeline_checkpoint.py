@@ -49,6 +49,8 @@ def test_the_checkpoint_matches_one_process(alone: Path, piped: Path) -> None:
     assert got.keys() == wanted.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-9, atol=1e-12)
+    digests, others = numbers.pop("digests"), expected.pop("digests")  # of bits, which rounding changes
+    assert digests.keys() == others.keys()
     assert numbers == expected
 
 

@@ -547,7 +547,7 @@ def _(case: Case) -> None:
     run = case.copy()
     log = JsonLinesLogger(run / "metrics.jsonl", warn=lambda text: None)
     replica = Mock(_members=[Member(0, "a", {}), Member(1, "b", {})], trainer=Mock(iteration=57))
-    replica.log.note = lambda text: log.write({"event": "note", "text": text})
+    replica.log.warning = lambda text, kind, alert: log.write({"event": "warning", "text": text, "kind": kind})
     ElasticReplica._accept(replica, [Member(0, "a", {})])
     log.close()
     assert json.loads(case.run().text)["text"] == "elastic replica 1 left after step 57; there are 0"
