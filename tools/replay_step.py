@@ -1,4 +1,4 @@
-"""Take a step of a run again, compare it to the bit, and find what is wrong in it: modules and samples.
+"""Take a step of a run again, compare it to the bit, and find what is wrong in it: module, sample.
 
 ``python tools/replay_step.py RUN_DIR/incidents/step_00000123_spike`` or
 ``python tools/replay_step.py RUN_DIR --step 123 --bisect --samples``. The run is only read, and may go on meanwhile.

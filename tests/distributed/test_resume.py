@@ -43,7 +43,9 @@ def check_twins(pool: Pool, whole: RunConfig, parts: RunConfig, step: int, last:
     killed = go_on(pool, parts, "kill", step)
     again = go_on(pool, parts)
     assert [printed.status for printed in killed] == [None, None]
-    assert [(printed.status, printed.err) for printed in [*reported, *again]] == [(0, "")] * 4
+    for printed in [*reported, *again]:
+        others = [line for line in printed.err.splitlines() if " is a spike: " not in line]
+        assert (printed.status, others) == (0, [])
     for rank in (0, 1):
         assert killed[rank].samples | again[rank].samples == reported[rank].samples
     run, other = (Path(str(config.logging.run_dir)) for config in (parts, whole))
