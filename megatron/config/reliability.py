@@ -1,4 +1,4 @@
-"""What a run does about faults: checks, records, and what follows."""
+"""Options of checks for faults, their records, and the policies that follow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAINING_STEPS = Need("not skip_train", "training steps (--skip-train takes none
 
 
 class Policy(NamedTuple):
-    """What follows a step that is a spike, or not finite."""
+    """Policy for steps that are spikes, or not finite."""
 
     # ``log``, ``skip``, ``stop`` or ``rewind``.
     act: str
