@@ -27,7 +27,7 @@ class ElasticConfig:
     elastic_replica: int | None = option(None, role="start", at_least=0, needs=ELASTIC)
     """Index of this replica, from 0. Default: the first one without a living replica."""
     elastic_batch: str = option("keep", role="free", choices=("keep", "shrink"), needs=ELASTIC)
-    """Treatment of the micro-batches of a lost replica: the others compute them (keep), or they are left out (shrink)."""
+    """Treatment of the micro-batches of a lost replica: keep lets the others compute them, shrink leaves them out."""
     elastic_timeout: float = option(10.0, role="start", above=0, needs=ELASTIC)
     """Seconds of silence after which a replica is lost. One that ends, or closes its connections, is lost at once."""
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -244,8 +243,7 @@ def connect_places(world: Group, timeout: float, host: str, local_rank: int) -> 
     """
     if world.has_peers:
         untracked = replace(world, row=UNTRACKED)
-        gather = partial(comm.all_gather_objects, group=untracked)
-        PLACE.connect(gather, world.rank, timeout, host, local_rank)
+        PLACE.connect(lambda value: comm.all_gather_objects(value, untracked), world.rank, timeout, host, local_rank)
     return replace(world, row=PLACE.world_row)
 
 

@@ -65,11 +65,18 @@ GPU_ONLY = {
 }
 """By file and function: what no run on CPUs gets to."""
 
-BETWEEN_REPLICAS = "megatron/training/diloco/component.py"
-"""Its replicas are runs of their own, which are compared with simulations in test_diloco.py."""
+BETWEEN_REPLICAS = (
+    "megatron/training/diloco/component.py",
+    "megatron/training/elastic.py",
+    "megatron/training/replicas/transfer.py",
+)
+"""Replicas are runs of their own: test_diloco.py compares them with simulations, test_elastic_replicas.py with one
+process."""
 
 CALLS = [
-    call for call in calls() if (call.site.file, call.function) not in GPU_ONLY and call.site.file != BETWEEN_REPLICAS
+    call
+    for call in calls()
+    if (call.site.file, call.function) not in GPU_ONLY and call.site.file not in BETWEEN_REPLICAS
 ]
 
 
