@@ -9,16 +9,23 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from megatron.data.errors import DataError
+from megatron.distributed.launch import connect_places, world_group
+from megatron.distributed.places import PLACE
 from megatron.training.build import build_trainer
 from megatron.training.components.power import PowerMeter
 from megatron.training.components.slow_ranks import SlowRanks
 from megatron.training.components.state_checksums import StateChecksums
 from megatron.training.module_trace import ModuleTrace, scan_samples
 from megatron.training.replay import check_modules
+from megatron.training.replay_check.component import ReplayCheck
+from megatron.training.replay_check.recorder import GIVEN, GOT, REDUCED, Event, StepRecord
+from megatron.training.replay_check.state import GatherCheck
+from megatron.training.replay_check.verdict import TRANSIENT, Verdict
 from megatron.training.step_record import gather_step_record, summarize_tensors
-from tests.distributed.detect import CP2_HEADS, DP2, PP2, TOLERANCE, TP2, Detector
+from tests.distributed.detect import CP2_HEADS, DP2, PP2, TOLERANCE, TP2, ZERO1, Detector
 from tests.kit.cases import Case, batches_of
 
 STEP_NUMBERS = {"loss": 1.0, "grad_norm": 1.0}
@@ -91,6 +98,57 @@ def knows_modules(rank: int, world_size: int) -> bool:
     return True
 
 
+def places_of_hosts(rank: int, world_size: int) -> list[list[Any]]:
+    """Return machines and local ranks of all ranks, as this one knows them."""
+    try:
+        connect_places(world_group(rank, world_size), 60.0, f"node{rank}", 2 * rank)
+        return [[*host] for host in PLACE.hosts]
+    finally:
+        PLACE.reset()
+
+
+OF_MESSAGE, OF_ANSWER = "0>1 1", "1>0 1"
+FINDINGS: dict[str, tuple[list[tuple[int, Event]], str, list[int]]] = {
+    "reduction": ([(1, Event(REDUCED, "weight"))], "reduction", [1]),
+    # what rank 1 has got is wrong, so what it then gives to rank 0 is, too
+    "message": (
+        [(1, Event(GOT, "message", "F0", OF_MESSAGE)), (1, Event(GIVEN, "message", "B0", OF_ANSWER))]
+        + [(0, Event(GOT, "message", "B0", OF_ANSWER))],
+        "message",
+        [1],
+    ),
+}
+"""Ranks and events that differ between a step and its replays, the place, and the ranks at fault."""
+
+
+def conclude(rank: int, world_size: int, events: list[tuple[int, Event]]) -> list[Any]:
+    """Return cause, place and ranks of the verdict on a step whose replays have other digests."""
+    found: list[Verdict] = []
+    check = ReplayCheck(build_trainer(DP2.config(), rank, world_size), 1)
+    check._record, *replays = records = [StepRecord() for _ in range(4)]
+    for number, record in enumerate(records):
+        for _, event in (each for each in events if each[0] == rank):
+            record.add(event, torch.ones(1) if number else torch.zeros(1))
+    with patch.object(check, "_report", lambda verdict, *_: found.append(verdict)):
+        check._conclude(replays, [])
+    return [found[0].cause, found[0].place, [*found[0].ranks]]
+
+
+def is_set_somewhere(rank: int, world_size: int) -> bool:
+    """Return what all ranks are to know of a flag that only the last has set."""
+    check = ReplayCheck(build_trainer(DP2.config(), rank, world_size), 1)
+    return check._is_any_set([torch.zeros(3, dtype=torch.bool), torch.tensor([rank == world_size - 1])])
+
+
+def stale_weights(rank: int, world_size: int) -> list[str]:
+    """Return what is found of a bit that rank 0 has flipped in weights of rank 1."""
+    trainer = build_trainer(ZERO1.config(), rank, world_size)
+    buffer = trainer.optimizer.weights.buffers[0]
+    if rank == 0:
+        buffer.whole.view(2, -1)[1, 3] += 1.0
+    return [text.partition(" in ")[0] for _, text in GatherCheck(trainer).compare().findings()]
+
+
 def first_finds_like_one_process(function: Any, case: Case, ranks: Sequence[Any]) -> bool:
     return bool(ranks[0] == function(0, 1, case.twin()))
 
@@ -98,6 +156,10 @@ def first_finds_like_one_process(function: Any, case: Case, ranks: Sequence[Any]
 def all_find_like_one_process(function: Any, case: Case, ranks: Sequence[Any]) -> bool:
     alone = function(0, 1, case.twin())
     return all(found == alone for found in ranks)
+
+
+def all_equal(expected: Any, ranks: Sequence[Any]) -> bool:
+    return all(found == expected for found in ranks)
 
 
 def losses_like_one_process(case: Case, ranks: Sequence[Any]) -> bool:
@@ -119,5 +181,15 @@ RECORDS: dict[str, Detector] = {
     "modules-pp2": Detector(2, module_sizes, (PP2,), lambda ranks: {"layers.0", "layers.1"} <= {*ranks[0]}),
     "samples-pp2": Detector(2, sample_sizes, (PP2,), partial(losses_like_one_process, PP2)),
     "samples-cp2": Detector(2, sample_sizes, (CP2_HEADS,), partial(losses_like_one_process, CP2_HEADS)),
+    "samples-dp2": Detector(2, sample_sizes, (DP2,), partial(losses_like_one_process, DP2)),
+    "places": Detector(2, places_of_hosts, (), lambda ranks: list(ranks) == [[["node0", 0], ["node1", 2]]] * 2),
+    **{
+        f"replay-{name}": Detector(2, conclude, (events,), partial(all_equal, [TRANSIENT, place, culprits]))
+        for name, (events, place, culprits) in FINDINGS.items()
+    },
+    "replay-flags": Detector(2, is_set_somewhere, (), partial(all_equal, True)),
+    "replay-gathered": Detector(
+        2, stale_weights, (), lambda ranks: [len(found) for found in ranks] == [1, 0] and "rank 1" in ranks[0][0]
+    ),
     "known-modules": Detector(2, knows_modules, (), lambda ranks: list(ranks) == [True, True]),
 }

@@ -52,6 +52,8 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "doubled",
     ): "a factor of both parts",
     ("megatron/training/components/head_weights.py", "on_batches", "sum", "mis-scaled"): "a factor of both parts",
+    ("megatron/training/replay_check/component.py", "_is_any_set", "max", "doubled"): "the maximum of equal numbers",
+    ("megatron/training/replay_check/component.py", "_is_any_set", "max", "mis-scaled"): "it is only compared with 0",
     ("megatron/training/metrics.py", "_barrier", "sum", "doubled"): "ranks that meet twice have met",
     ("megatron/training/metrics.py", "_barrier", "sum", "mis-scaled"): "the number is not used",
 }

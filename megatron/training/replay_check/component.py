@@ -224,31 +224,27 @@ class ReplayCheck(Component):
         """Find what is wrong, record it, and act on it; collective."""
         trainer, world = self._trainer, self._trainer.mesh.world
         step = trainer.iteration + bool(replays)
+        records = [self._record, *replays] if replays else []
+        classes = [next(i for i, a in enumerate(records) if first_difference(a, b) is None) for b in records]
+        by_rank = comm.all_gather_objects([classes, [[*copy] for copy in copies]], world)
         odd, pair = None, None
         if replays:
-            records = [self._record, *replays]
-            classes = [next(i for i, a in enumerate(records) if first_difference(a, b) is None) for b in records]
-            odd = odd_one_out(comm.all_gather_objects(classes, world))
+            odd = odd_one_out([each for each, _ in by_rank])
             # the computation that differs and one of the others, or two replays
             pair = (records[1], records[2]) if odd is None else (records[odd], records[0 if odd else 1])
         first = None if pair is None else first_difference(*pair)
         labels = {*comm.all_gather_objects("" if first is None else first.label, world)}
         given = set() if pair is None else differing_inputs(*pair) & labels
-        found = [*findings, *self._copies_of_minority(copies)]
+        found = [
+            *findings,
+            *copies_of_minority([[WeightCopy(*copy) for copy in each] for _, each in by_rank], world.rank),
+        ]
         local_rank, device = Launch.read(os.environ).local_rank, describe_device(trainer.device)
         mine = RankReport(world.rank, host_name(os.environ), local_rank, device, first, sorted(given), found)
         reports = [RankReport.from_json(each) for each in comm.all_gather_objects(mine.to_json(), world)]
         calibrated = self._calibrated if replays else self._checks > CALIBRATING
         verdict = judge(reports, step, len(replays), odd, calibrated)
         self._report(verdict, reports, step)
-
-    def _copies_of_minority(self, copies: Sequence[WeightCopy]) -> list[Finding]:
-        """Return this rank's copies that differ from most others; collective."""
-        world = self._trainer.mesh.world
-        mine: list[list[Any]] = [[*copy] for copy in copies]
-        by_rank = [[WeightCopy(*copy) for copy in each] for each in comm.all_gather_objects(mine, world)]
-        names = dict.fromkeys(copy.what for each in by_rank for copy in each)
-        return [("copies", name) for name in names if world.rank in differing_ranks(name, by_rank)[0]]
 
     def _report(self, verdict: Verdict, reports: Sequence[RankReport], step: int) -> None:
         """Record the verdict, first of all that checkpoints are suspect, and raise the error that ends the run."""
@@ -298,6 +294,12 @@ def differing_inputs(a: StepRecord, b: StepRecord) -> set[str]:
     """Return the labels of communication to which this rank has given something else."""
     values = zip(a.events, a.values(), b.values())
     return {event.label for event, x, y in values if event.kind == GIVEN and x != y}
+
+
+def copies_of_minority(by_rank: Sequence[Sequence[WeightCopy]], rank: int) -> list[Finding]:
+    """Return a rank's copies that differ from most others."""
+    names = dict.fromkeys(copy.what for each in by_rank for copy in each)
+    return [("copies", name) for name in names if rank in differing_ranks(name, by_rank)[0]]
 
 
 def describe_device(device: torch.device) -> str:
