@@ -421,7 +421,7 @@ def test_facts_of_a_start() -> None:
         "torchrun-restart": 1,
         "nodes": "node[1-3]",  # those that the step runs on
     }
-    assert start_phrase(facts) == "start 7 of this run, Slurm job 17 restart 2, torchrun restart 1, on node[1-3]"
+    assert start_phrase(facts) == "Slurm job 17 restart 2, torchrun restart 1, on node[1-3]"
     assert start_phrase(start_facts({"SLURM_JOB_ID": "17"}, None)) == "Slurm job 17 restart 0"
     assert "torchrun-restart" not in start_facts(ELASTIC | {"TORCHELASTIC_RESTART_COUNT": "0"}, None)
     nodes = "node[" + ",".join(str(number) for number in range(1, 200, 2)) + "]"
