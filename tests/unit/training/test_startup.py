@@ -434,7 +434,7 @@ def test_the_first_line_and_the_records_name_the_job(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, f"--save {tmp_path}/saved")
     with patch.dict(os.environ, JOB):
         printed = start(config)
-    assert printed.out.splitlines()[0] == "start 1 of this run, Slurm job 17 restart 2, on node[1-3]"
+    assert printed.out.splitlines()[0] == "Slurm job 17 restart 2, on node[1-3]"
     (event,) = [record for record in records(tmp_path, "event") if record["event"] == "start"]
     assert (event["slurm-job"], event["epoch"]) == ("17", 1)
     assert "Slurm job 17 restart 2" in (tmp_path / "incidents.md").read_text().splitlines()[0]
