@@ -107,20 +107,22 @@ def spoiled_sample(tokens: Sequence[int], factor: float = torch.nan) -> Iterator
     """Multiply the gradient of the embeddings, or by NaN these, of each micro-batch of training with these tokens."""
     original = Trainer.compute
 
-    def spoil(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        if factor != factor:
-            return output * factor
-        output.register_hook(lambda gradient: gradient * factor)
-        return output
-
     def compute(trainer: Trainer, batches: Any, loss_grad: Any, *arguments: Any) -> None:
-        data = trainer.data.datasets["train"]
-        numbers = [i for batch in batches for i in batch.sample_ids.tolist()] if loss_grad is not None else []
+        data, trains = trainer.data.datasets["train"], loss_grad is not None
+        spoiled = [trains and any(data[i].tokens.tolist() == [*tokens] for i in each.sample_ids) for each in batches]
+
+        def spoil(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            if trainer.pipeline.at is None or not spoiled[trainer.pipeline.at.microbatch]:
+                return output
+            if factor != factor:
+                return output * factor
+            output.register_hook(lambda gradient: gradient * factor)
+            return output
+
         with ExitStack() as hooks:
-            if any(data[i].tokens.tolist() == [*tokens] for i in numbers):
-                for chunk in trainer.chunks.values():
-                    if chunk.embedding is not None:
-                        hooks.enter_context(chunk.embedding.register_forward_hook(spoil))
+            for chunk in trainer.chunks.values() if any(spoiled) else ():
+                if chunk.embedding is not None:
+                    hooks.enter_context(chunk.embedding.register_forward_hook(spoil))
             original(trainer, batches, loss_grad, *arguments)
 
     with patch.object(Trainer, "compute", compute):
