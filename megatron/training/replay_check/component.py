@@ -227,7 +227,7 @@ class ReplayCheck(Component):
         step = trainer.iteration + bool(replays)
         records = [self._record, *replays] if replays else []
         classes = [next(i for i, a in enumerate(records) if first_difference(a, b) is None) for b in records]
-        by_rank = comm.all_gather_objects([classes, [[*copy] for copy in copies]], world)
+        by_rank: list[Any] = comm.all_gather_objects([classes, [[*copy] for copy in copies]], world)
         odd, pair = None, None
         if replays:
             odd = odd_one_out([each for each, _ in by_rank])
