@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.record import conditions, options, run, spread, spreads
+from benchmarks.record import conditions, options, price, run, spreads
 from megatron.arguments.cli import parse
 from megatron.distributed.comm import ALL_REDUCE, NO_CALL, Group, _Wait
 from megatron.distributed.launch import fake_process_group
@@ -38,17 +38,6 @@ FLAGS = (
     " --device cpu --micro-batch-size 1 --global-batch-size 8 --train-iters 1000000 --tensor-model-parallel-size 2"
     " --use-distributed-optimizer"
 )
-
-
-def price(act: Callable[[], object], calls: int, rounds: int) -> list[float]:
-    """Return microseconds of a call in the time of this thread: median, lowest and highest of ``rounds``."""
-    costs = []
-    for _ in range(rounds):
-        start = time.thread_time()
-        for _ in range(calls):
-            act()
-        costs.append((time.thread_time() - start) / calls * 1e6)
-    return spread(costs)
 
 
 def parts() -> dict[str, Callable[[], object]]:
