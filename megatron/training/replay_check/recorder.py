@@ -5,7 +5,6 @@ On a GPU a digest reads a tensor once, and nothing waits for the device.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,8 +19,6 @@ from megatron.distributed.comm import Channel, CommObserver, Group
 from megatron.optimizer.grad_buffer import BucketLayout, ReduceHandle, Reduction
 from megatron.training.digests import digest
 from megatron.training.trainer import Trainer
-
-BLOCK_NAME = re.compile(r"layers\.\d+")
 
 FORWARD, BACKWARD, GRADIENT, GIVEN, GOT, REDUCED = "forward", "backward", "gradient", "given", "got", "reduced"
 """Kinds of events: output of a module, gradient of it, local gradient of a parameter, tensor given to other ranks or
@@ -83,16 +80,16 @@ class StepRecorder(CommObserver):
 
     def start(self) -> None:
         """Record what happens from now on."""
-        self._record, self._used, self._outputs = StepRecord(), Counter[str](), list[Tensor]()
+        self._record, self._used = StepRecord(), Counter[str]()
         self._trainer.mesh.meter.observer = self
         for chunk in self._trainer.chunks.values():
             for name, module in chunk.named_modules():
-                if (name and next(module.children(), None) is None) or BLOCK_NAME.fullmatch(name):
+                if name and next(module.children(), None) is None:
                     self._hooks.enter_context(module.register_forward_hook(partial(self._see_output, name)))
 
     def finish(self) -> StepRecord:
         """Return the record since :meth:`start`, and the reduced gradients last."""
-        record, self._record, self._outputs = self._record or StepRecord(), None, []
+        record, self._record = self._record or StepRecord(), None
         self._trainer.mesh.meter.observer = None
         self._hooks.close()
         self.record_reduced(record)
@@ -109,16 +106,11 @@ class StepRecorder(CommObserver):
             self._record.add(Event(kind, place, "" if at is None else str(at), label), x)
 
     def _see_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        seen, self._outputs = self._outputs, [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.numel()]
-        for x in self._outputs:
-            if any(x is other for other in seen):
-                continue  # a block returns what its last module has returned
-            self._add(FORWARD, name, x)
-            if x.requires_grad and x.grad_fn is not None:
-                x.register_hook(partial(self._see_gradient, name))
-
-    def _see_gradient(self, name: str, gradient: Tensor) -> None:
-        self._add(BACKWARD, name, gradient)
+        for x in tree_leaves(output):
+            if isinstance(x, Tensor) and x.numel():
+                self._add(FORWARD, name, x)
+                if x.requires_grad and x.grad_fn is not None:
+                    x.register_hook(partial(self._add, BACKWARD, name))
 
     @contextmanager
     def _see_gradients(self, layout: BucketLayout, buffer: Tensor | None) -> Iterator[None]:
