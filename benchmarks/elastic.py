@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+
+from megatron.training.replicas.store import serve
+from tests.kit.processes import free_port
 
 ROOT = Path(__file__).parents[1]
 MODEL = (
@@ -26,24 +28,14 @@ WARM_UP = 2
 """Steps left out."""
 
 
-def free_port() -> int:
-    """Return a free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def seconds(elastic: bool, steps: int) -> float:
     """Return the median seconds of a step of two processes."""
     port, base = free_port(), {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         if elastic:
-            server = subprocess.Popen(
-                [sys.executable, "tools/diloco_server.py", "--port", str(port)], cwd=ROOT, stdout=subprocess.DEVNULL
-            )
-            stack.callback(server.wait)
-            stack.callback(server.terminate)
+            server, port = serve("127.0.0.1", 0)
+            stack.callback(server.stop)
         processes = []
         for number in range(2):
             if elastic:

@@ -2,9 +2,9 @@
 
 Run with ``python -m benchmarks.replay_check``. Short runs with ``--replay-check 3`` and without it alternate. In those
 with it, steps are in turn between checks, before one (which takes digests of state), and checked. A check costs what
-the last two take more than the first; with N, that is once in N steps. The first two steps of a run, and its last one,
-are left out, and of the others the fastest of each kind counts, because other programs only slow steps down. No check
-can cost less than forward and backward, which are measured in the runs without it.
+the last two take more than the first, in units of the first; with N, that is once in N steps. The first two steps of a
+run, and its last one, are left out. No check can cost less than forward and backward, whose share of a step is measured
+in the runs without it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import io
 import math
 import tempfile
 import time
-from collections import defaultdict
 from contextlib import redirect_stdout
+from statistics import median
 from typing import Any
 
 from megatron.arguments.cli import parse
@@ -77,26 +77,27 @@ def step_seconds(flags: str, hidden: int, options: argparse.Namespace) -> dict[i
 
 
 def main() -> None:
-    """Print the seconds of each round, and the costs by the fastest steps of all rounds."""
+    """Print the medians of each round, and those of all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="of two runs each")
-    parser.add_argument("--steps", type=int, default=11, help="of a run")
+    parser.add_argument("--steps", type=int, default=19, help="of a run")
     parser.add_argument("--batch", type=int, default=16, help="sequences of 128 tokens in a step")
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 512], help="hidden sizes")
     options = parser.parse_args()
     for hidden in options.hidden:
-        fastest: dict[str, float] = defaultdict(lambda: math.inf)
+        computed, between, checks = list[float](), list[float](), list[float]()
         for _ in range(options.rounds):
-            seconds = {"without": min(step_seconds("", hidden, options).values()), "computing": min(computing[2:])}
-            checked = step_seconds("--replay-check 3", hidden, options)
-            for rest, name in ((1, "between checks"), (2, "before a check"), (0, "checked")):
-                seconds[name] = min(x for step, x in checked.items() if step % 3 == rest)
-            print(f"hidden size {hidden}:", ", ".join(f"{name} {x:.3f} s" for name, x in seconds.items()), flush=True)
-            fastest.update({name: min(x, fastest[name]) for name, x in seconds.items()})
-        step, between = fastest["without"], fastest["between checks"]
-        check = (fastest["checked"] + fastest["before a check"]) / between - 2
-        print(f"forward and backward {fastest['computing'] / step:.3f} of a step of {options.batch * 128} tokens")
-        print(f"between checks {between / step:.3f}, a check {check:.3f} of it; --replay-check 50: {check / 50:+.2%}")
+            plain = step_seconds("", hidden, options)
+            computed += [computing[step - 1] / seconds for step, seconds in plain.items()]
+            seconds = step_seconds("--replay-check 3", hidden, options)
+            found = [(seconds[n - 1] + seconds[n]) / seconds[n - 2] - 2 for n in range(6, options.steps, 3)]
+            between.append(median(seconds[n] for n in range(4, options.steps, 3)) / median(plain.values()))
+            checks += found
+            step = median(plain.values())
+            print(f"hidden size {hidden}: a step {step:.3f} s, a check {median(found):.3f} of it", flush=True)
+        check = median(checks)
+        print(f"forward and backward {median(computed):.3f} of a step of {options.batch * 128} tokens")
+        print(f"between checks {median(between):.3f}, a check {check:.3f}; --replay-check 50: {check / 50:+.2%}")
         print(f"at most {GOAL:.0%} from --replay-check {math.ceil(check / GOAL)} on")
 
 

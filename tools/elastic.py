@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -56,13 +56,10 @@ class LocalReplicas:
             program += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
         own = [*self.flags, "--elastic-replica", str(index), "--run-dir", str(folder / f"replica-{index}")]
         environment: dict[str, str] = {**os.environ, **devices_of(index, options)}
-        with (folder / f"replica-{index}.log").open("ab") as log:
+        command = [*program, *options.command, *own]
+        with nullcontext() if index == 0 else (folder / f"replica-{index}.log").open("ab") as log:
             self.running[index] = subprocess.Popen(
-                [*program, *options.command, *own],
-                env=environment,
-                stdout=None if index == 0 else log,
-                stderr=None if index == 0 else log,
-                start_new_session=True,
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
             )
 
     def handle(self, number: int, frame: FrameType | None) -> None:

@@ -106,7 +106,7 @@ def check_comparable(args: argparse.Namespace, target: ReplayTarget, source: Res
         raise DataError("a step of an elastic replica sums what all replicas computed: it cannot be taken again alone")
     own = target.own
     comparable = target.lines_after(source) and (own is None or own.last == target.step)
-    if target.record or args.bisect or args.samples or args.save or args.stop_at or comparable:
+    if target.has_numbers or args.bisect or args.samples or args.save or args.stop_at or comparable:
         return
     if own is None:
         raise DataError(f"the run has recorded nothing to compare step {target.step} with", "--bisect")
@@ -147,7 +147,7 @@ def report(args: argparse.Namespace, target: ReplayTarget, source: ResumeSource)
     for line in result.lines:
         echo(line)
     if args.bisect or args.samples or args.save:
-        investigate(args, target, config, world_size, source, options, found)
+        investigate(args, target, config, world_size, source, replace(options, stop_at=None), found)
     if not result.compared:
         raise DataError(f"step {target.step} was taken again, and the run has recorded nothing to compare it with")
     if result.first_difference:

@@ -19,6 +19,7 @@ from megatron.checkpoint.durable_files import publish_file, write_file
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.location import Location
 from megatron.config.files import parse_json, read_small
+from megatron.config.text import counted
 
 REWINDS_FILE = "rewinds.json"
 
@@ -91,6 +92,18 @@ def later_rewinds(step: int, known: Iterable[str], rewinds: Sequence[Rewind]) ->
 def rewinds_of(state: Mapping[str, Any]) -> list[Rewind]:
     """Return the rewinds that a checkpoint was written after, from the state in its manifest."""
     return [Rewind(**entry) for entry in state.get("rewinds", {}).get("list", ())]
+
+
+def without_corruption(rewinds: Iterable[Rewind]) -> list[Rewind]:
+    """Return the rewinds after which the run went back by itself."""
+    return [rewind for rewind in rewinds if rewind.kind != CORRUPTION]
+
+
+def notes_on(rewinds: Sequence[Rewind]) -> list[str]:
+    """Return the log line on the samples that a run leaves out because it went back."""
+    rewinds = without_corruption(rewinds)
+    words = " ".join(rewind.words for rewind in rewinds)
+    return [f"has gone back {counted(len(rewinds), 'time')}: leaves out the samples {words}"] if rewinds else []
 
 
 def read_rewinds(folder: Location) -> list[Rewind]:

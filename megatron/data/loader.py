@@ -500,9 +500,8 @@ def build_data(
         datasets[name], all_segments[name] = build_split(name, builders[name], planned, count, leave_out)
         added = all_segments[name][len(planned) :]
         if before and added:
-            planned_text, added_text = (" + ".join(f"{n:,}" for n in counts) for counts in (before, added))
-            text = f"the {split_label(name)} data were planned for {planned_text} samples; {added_text} more follow"
-            extended.append(text)
+            further = f"{' + '.join(f'{n:,}' for n in added)} further samples follow"
+            extended.append(f"the {split_label(name)} data keep the order that was planned; {further}")
     usage = datasets["train"].planned_usage(used["train"]) if "train" in datasets else ()
     most_read = max(usage, key=lambda source: source.epochs, default=None)
     notes = (

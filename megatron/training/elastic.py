@@ -13,7 +13,6 @@ nobody has. A replica that starts is filled by another one between two steps.
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,22 +28,15 @@ from megatron.checkpoint.lease import Lease, acquire_lease
 from megatron.checkpoint.location import parse_location
 from megatron.config.batch import Origin
 from megatron.config.launch import JobStart
-from megatron.config.text import counted, echo, listed
+from megatron.config.text import echo, listed
 from megatron.distributed import comm
-from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost, run_on_rank0
 from megatron.training.checkpoint_contents import local_tensors, run_state
 from megatron.training.component import CheckpointWriter, Component
 from megatron.training.loggers.base import Metrics
 from megatron.training.replicas.members import Member, ReplicaError, Replicas, ServerLostError, connect
 from megatron.training.replicas.store import read_secret
-from megatron.training.replicas.transfer import (
-    CHUNK_BYTES,
-    MAX_FAILURES,
-    copy_to_peers,
-    ordered_sum,
-    shared_options,
-)
+from megatron.training.replicas.transfer import CHUNK_BYTES, copy_to_peers, hash_of, ordered_sum, shared_options
 from megatron.training.resume_source import ResumeSource
 from megatron.training.step import compute_gradients, weigh_batch
 from megatron.training.trainer import Trainer
@@ -77,11 +69,14 @@ class ElasticReplica(Component):
 
     pauses = False
 
+    replicas: Replicas
+    """All replicas, set by :meth:`before_load`."""
+
     def __init__(self, trainer: Trainer) -> None:
         """Know no other replica yet; see :meth:`before_load`."""
         self.trainer, self.options, self.world = trainer, trainer.config.elastic, trainer.mesh.world
         self.count = int(self.options.elastic_replicas or 1)
-        self.replicas: Replicas | None = None
+        self._is_connected = False
         self._members: list[Member] = []  # of the last commit
         self._is_open = False  # a replica waits to join after this step
         self._read_before = 0  # digest of what was read before this step
@@ -109,9 +104,7 @@ class ElasticReplica(Component):
         store = connect(
             str(options.elastic_server), timeout, read_secret(options.elastic_secret_file, FLAGS), flags=FLAGS
         )
-        replicas = Replicas(
-            store, self.world.rank, self.world.size, self.count, timeout, flags=FLAGS, check=check_facts, watched=True
-        )
+        replicas = Replicas(store, self.world.rank, self.world.size, self.count, timeout, flags=FLAGS)
         wanted = options.elastic_replica
         same = shared_options(self.trainer.config, self.world.size)
         same |= {"elastic_replicas": self.count, "elastic_batch": options.elastic_batch}
@@ -119,7 +112,7 @@ class ElasticReplica(Component):
         place: list[Any] = run_on_rank0(lambda: [claim(), replicas.id], self.world)
         replicas.index, replicas.id = place
         replicas.watch()
-        self.replicas = replicas
+        self.replicas, self._is_connected = replicas, True
         return ()
 
     def on_start(self, stopped: Callable[[], bool]) -> Sequence[str]:
@@ -128,16 +121,17 @@ class ElasticReplica(Component):
         Raises:
             ReplicaError: if the server or the replica that sent its state is lost, or the run has ended.
         """
-        trainer, replicas = self.trainer, self.replicas
-        if replicas is None or trainer.iteration >= trainer.total_steps:
+        trainer = self.trainer
+        if not self._is_connected or trainer.iteration >= trainer.total_steps:
             return ()
+        replicas = self.replicas
         if run_on_rank0(replicas.has_finished, self.world):
             raise ReplicaError("the other replicas have taken the last step: nothing is left to do")
         if self.world.rank == 0:
             echo(f"elastic replica {replicas.index}: waiting for the others", flush=True)
         begun = time.monotonic()
         run = run_on_rank0(lambda: trainer.progress.run_id or secrets.token_hex(4), self.world)
-        digest = torch.tensor([_digest(trainer)], device=trainer.device)
+        digest = torch.tensor([hash_of(local_tensors(trainer))], device=trainer.device)
         digest = comm.all_reduce(digest, self.world)
         facts = self._facts(starting=True, run=run, digest=int(digest.item()))
         source = self._synchronise(facts, stopped)
@@ -158,7 +152,7 @@ class ElasticReplica(Component):
     def on_stop(self, error: BaseException | None) -> None:
         """Leave; the others need not wait for this replica."""
         self._resources.close()
-        if self.replicas is not None:
+        if self._is_connected:
             self.replicas.leave()
 
     # ---- A step
@@ -166,10 +160,9 @@ class ElasticReplica(Component):
     def on_step_start(self) -> None:
         """Take in a replica that waits, between two steps; see :class:`Component`."""
         if self._is_open:
-            replicas = self._connected()
             self._is_open = False
-            if replicas.index == self._members[0].index and self.world.rank == 0:
-                replicas.forget_knock()
+            if self.replicas.index == self._members[0].index and self.world.rank == 0:
+                self.replicas.forget_knock()
             self.trainer.optimizer.weights.wait()
             self._synchronise(self._facts())
         self._read_before = self.trainer.reader.digest_read
@@ -180,12 +173,12 @@ class ElasticReplica(Component):
         Raises:
             ReplicaError: if the server is gone, or the others went on without this replica.
         """
-        trainer, replicas, began = self.trainer, self._connected(), time.monotonic()
+        trainer, replicas, began = self.trainer, self.replicas, time.monotonic()
         mine = self._contribution(losses, tokens, self._numbers(len(trainer.reader.step_places())))
         trainer.reader.digest_read = self._read_before  # an error leaves the state after the last step
         total = None
         try:
-            total = self._exchange(mine, replicas.group(self._members))
+            total = self._sum(mine, self._members)
         except ReplicaError:
             raise
         except RuntimeError as error:
@@ -209,28 +202,21 @@ class ElasticReplica(Component):
 
     def _repeat(self, mine: Contribution) -> Contribution:
         """Attempt the step with those that are left until it is committed; return the sums."""
-        replicas, facts = self._connected(), self._facts(within_step=True)
-        for _ in range(MAX_FAILURES + self.count):
+        facts = self._facts(within_step=True)
+        while True:
             facts["numbers"] = mine.numbers
-            members, total = replicas.agree(facts), None
-            try:
-                if self.options.elastic_batch == "keep":
-                    self._compute_missing(members, mine)
-                total = self._exchange(mine, replicas.group(members))
-            except ReplicaError:
-                raise
-            except RuntimeError as error:
-                replicas.abort()
-                replicas.break_group()
-                if not is_peer_lost(error):
-                    raise
-            else:
-                replicas.vote(members)
-            if replicas.decide(members) and total is not None:
+            members = self.replicas.agree(facts)
+            total = self.replicas.exchange(members, partial(self._complete, mine, members))
+            if total is not None:
                 self._accept(members)
                 return total
             self._aborted += 1
-        raise ReplicaError(f"{counted(MAX_FAILURES, 'exchange')} in a row failed, although replicas are alive")
+
+    def _complete(self, mine: Contribution, members: list[Member]) -> Contribution:
+        """Return the sums over the members, which first compute the micro-batches that nobody has."""
+        if self.options.elastic_batch == "keep":
+            self._compute_missing(members, mine)
+        return self._sum(mine, members)
 
     def _compute_missing(self, members: Sequence[Member], mine: Contribution) -> None:
         """Compute this replica's share of the micro-batches that no member has."""
@@ -239,7 +225,7 @@ class ElasticReplica(Component):
         missing = sorted(set(range(len(trainer.reader.step_places()))).difference(held))
         if len(set(held)) < len(held):
             raise ReplicaError("two replicas have computed the same micro-batch")
-        place = [member.index for member in members].index(self._connected().index)
+        place = [member.index for member in members].index(self.replicas.index)
         if share := missing[place :: len(members)]:
             batches = trainer.complete(trainer.reader.read_more(share))
             tokens, loss_grad = weigh_batch(trainer, batches, trainer.scaler.scale.clone())
@@ -249,7 +235,7 @@ class ElasticReplica(Component):
 
     def _numbers(self, micro_batches: int) -> list[int]:
         """Return the micro-batches of a step that this replica computes, given how many there are."""
-        index = self._connected().index
+        index = self.replicas.index
         if self.options.elastic_batch == "shrink":
             return [*range(index, micro_batches, self.count)]
         place = [member.index for member in self._members].index(index)
@@ -267,8 +253,9 @@ class ElasticReplica(Component):
         return Contribution([(shard * weight.to(shard.dtype)).cpu() for shard in shards], sums, numbers)
 
     @torch.no_grad()
-    def _exchange(self, mine: Contribution, group: Group) -> Contribution:
-        """Return the sums over the group, the same bits on all ranks; ``mine`` stays as it is."""
+    def _sum(self, mine: Contribution, members: list[Member]) -> Contribution:
+        """Return the sums over the members, the same bits on all ranks; ``mine`` stays as it is."""
+        group = self.replicas.group(members)
         sums = comm.all_gather(mine.sums, group).view(group.size, -1)
         gradients = [
             torch.cat([ordered_sum(chunk, group) for chunk in flat.split(CHUNK_BYTES // flat.itemsize)])
@@ -321,45 +308,36 @@ class ElasticReplica(Component):
         Returns:
             The member that the others are equal to now; None if ``stopped``.
         """
-        replicas, whole_state = self._connected(), cache(partial(run_state, self.trainer))
-        for _ in range(MAX_FAILURES + self.count):
-            members = replicas.agree(facts, stopped)
-            if not members:
-                return None
-            source, filled = source_of(members), None
+        replicas, whole_state = self.replicas, cache(partial(run_state, self.trainer))
+        while members := replicas.agree(facts, stopped):
+            source = source_of(members)
             behind = [is_behind(member, source) for member in members]
             # Collective in this replica, whose ranks may fail at different places from here on; once, because the
             # others wait for it in vain if it takes longer than they wait for a connection.
             state = whole_state() if any(behind) and source.id == replicas.id else {}
-            try:
-                group = replicas.group(members)
-                if any(behind):
-                    facts["whole"] &= not behind[group.rank]
-                    filled = self._fill(state, group, members.index(source), behind)
-            except ReplicaError:
-                raise
-            except RuntimeError as error:
-                replicas.abort()
-                replicas.break_group()
-                if not is_peer_lost(error):
-                    raise
-            else:
-                replicas.vote(members)
-            if replicas.decide(members):
-                if filled is not None and not facts["whole"]:
+            filled = replicas.exchange(members, partial(self._fill, state, members, source, behind, facts))
+            if filled is not None:
+                if not facts["whole"]:
                     self._adopt(*filled)
                 self._accept(members)
                 return source
-        raise ReplicaError(f"{counted(MAX_FAILURES, 'exchange')} in a row failed, although replicas are alive")
+        return None
 
     def _fill(
-        self, state: Mapping[str, Any], group: Group, source: int, behind: Sequence[bool]
+        self,
+        state: Mapping[str, Any],
+        members: list[Member],
+        source: Member,
+        behind: Sequence[bool],
+        facts: dict[str, Any],
     ) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
-        """Return the ``state`` of a member, and copy its tensors to those that are behind."""
-        state = comm.all_gather_objects(state, group)[source]
-        tensors = local_tensors(self.trainer)
-        targets = [rank for rank, is_one in enumerate(behind) if is_one]
-        copy_to_peers((tensors[name] for name in sorted(tensors)), group, source, targets)
+        """Return the ``state`` of ``source``, and copy its tensors to those that are behind."""
+        group, tensors = self.replicas.group(members), local_tensors(self.trainer)
+        if any(behind):
+            facts["whole"] &= not behind[group.rank]  # until an attempt is committed
+            state = comm.all_gather_objects(state, group)[members.index(source)]
+            targets = [rank for rank, is_one in enumerate(behind) if is_one]
+            copy_to_peers((tensors[name] for name in sorted(tensors)), group, members.index(source), targets)
         return state, tensors
 
     def _adopt(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -388,24 +366,19 @@ class ElasticReplica(Component):
             return
         step = self.trainer.iteration
         left, joined = set(before).difference(members), set(members).difference(before)
-        present, alerts = listed([each.index for each in members]), self._connected().index == members[0].index
+        present, alerts = listed([each.index for each in members]), self.replicas.index == members[0].index
         for found, what, kind in ((left, "left", "replica-lost"), (joined, "joined", "replica-back")):
             for member in sorted(found, key=lambda each: each.index):
                 text = f"elastic replica {member.index} {what} after step {step}; there are {present}"
                 self.log.warning(text, kind, alert=alerts)
 
-    def _connected(self) -> Replicas:
-        if self.replicas is None:
-            raise ReplicaError("this replica has not joined the others")
-        return self.replicas
-
     # ---- Checkpoints, the log and the end
 
     def writes(self, saver: CheckpointWriter) -> bool:
         """Return True on the first replica, which holds the lease on the folder; see :class:`Component`."""
-        replicas = self.replicas
-        if replicas is None:
+        if not self._is_connected:
             return True
+        replicas = self.replicas
         if not self._members and replicas.index:  # a start after the last step joins nobody
             return False
         if self._members and self.trainer.iteration >= self.trainer.total_steps:  # nobody ends before it is saved
@@ -445,22 +418,11 @@ class ElasticReplica(Component):
     def on_iteration_end(self) -> None:
         """Record that the last step was taken and, by its writer, saved; see :class:`Component`."""
         if self.trainer.iteration >= self.trainer.total_steps:
-            run_on_rank0(self._connected().finish, self.world)
+            run_on_rank0(self.replicas.finish, self.world)
 
 
 FLAGS = "--elastic"
 """Beginning of the options of these replicas."""
-
-
-def check_facts(facts: Any) -> Mapping[str, Any]:
-    """Return the facts of a replica; raise ValueError, TypeError or KeyError if they are malformed."""
-    iteration, consumed_samples = facts["position"]
-    numbers = [iteration, consumed_samples, facts.get("digest", 0), *facts.get("numbers", ())]
-    if not all(type(number) is int for number in numbers):
-        raise ValueError(f"{numbers} are no numbers of steps, samples and micro-batches")
-    if not isinstance(facts["starting"], bool) or not isinstance(facts["whole"], bool):
-        raise TypeError("starting and whole are true or false")
-    return dict(facts)
 
 
 def source_of(members: Sequence[Member]) -> Member:
@@ -479,12 +441,3 @@ def is_behind(member: Member, source: Member) -> bool:
     """Return True if a member that starts needs the state of ``source``."""
     names = "starting", "whole", "position", "digest"
     return bool(member.facts["starting"]) and any(member.facts.get(n) != source.facts.get(n) for n in names)
-
-
-def _digest(trainer: Trainer) -> int:
-    """Return a hash of the tensors of this rank."""
-    digest = hashlib.blake2b(digest_size=6)
-    for name, tensor in sorted(local_tensors(trainer).items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little")

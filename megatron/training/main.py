@@ -20,6 +20,7 @@ from megatron.arguments.phases import describe_plan
 from megatron.arguments.summary import summary
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.location import Location
+from megatron.checkpoint.rewinds import notes_on
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch, end_refused_start
 from megatron.config.phases import Phase
@@ -67,7 +68,7 @@ from megatron.training.out_of_memory import explain_out_of_memory
 from megatron.training.phases import PhaseChoice, PhaseFacts, choose_phase, plan_notes, read_phase
 from megatron.training.rank_log import give_nccl_a_file, rank_log
 from megatron.training.resume_source import ResumeSource, later_start_options, read_only_options
-from megatron.training.rewinds import Rewinds, go_back, notes_on, refuse_suspects
+from megatron.training.rewinds import Rewinds, go_back, refuse_suspects
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
 from megatron.training.stop import StopRequest
 from megatron.training.trainer import Trainer
@@ -121,8 +122,10 @@ def join_and_train(plan: Sequence[Phase], startup: StartupTimer, signals: ExitSt
     """
     config = plan[0].config  # what is read here is the same in all phases
     training, notes = config.training, list[str]()
+    logs = config.logging.run_dir if config.reliability.rank_logs else None
     if training.skip_train:
-        plan = [replace(each, config=_read_only(each.config)) for each in plan]
+        only_read = [replace(each.config, checkpoint=read_only_options(each.config.checkpoint)) for each in plan]
+        plan = [replace(each, config=other) for each, other in zip(plan, only_read)]
         config = plan[0].config
     with refuse_start_on_error(), startup("joining"):
         environment = set_variables(config, training.device != "cpu" and torch.version.cuda is not None)
@@ -131,14 +134,12 @@ def join_and_train(plan: Sequence[Phase], startup: StartupTimer, signals: ExitSt
             notes.append(environment)
         notes += make_deterministic(config.compute.deterministic, device)
         enable_flight_recorder(config.logging.run_dir)
-        if config.reliability.rank_logs:
-            give_nccl_a_file(config.logging.run_dir, os.environ)
+        give_nccl_a_file(logs, os.environ)
         rank, world_size = join_distributed(config)
     world = world_group(rank, world_size)
     with refuse_start_on_error():
         check_same_plan(config, world)
-    if config.reliability.rank_logs:
-        signals.enter_context(rank_log(config.logging.run_dir, rank, world_size, os.environ))
+    signals.enter_context(rank_log(logs, rank, world_size, os.environ))
     timeout, launch = 60.0 * config.parallel.distributed_timeout_minutes, Launch.read(os.environ)
     world = connect_places(world, timeout, host_name(os.environ), launch.local_rank)
     startup.enter("checkpoint")
@@ -154,10 +155,6 @@ def join_and_train(plan: Sequence[Phase], startup: StartupTimer, signals: ExitSt
     save = config.checkpoint.save if config.elastic.elastic_replicas is None else None  # or its writer holds it
     with hold_save_folder(save, world) as lease, others as nodes:
         return take_phases(plan, notes, stop, startup, lease, nodes)
-
-
-def _read_only(config: RunConfig) -> RunConfig:
-    return replace(config, checkpoint=read_only_options(config.checkpoint))
 
 
 def take_phases(
@@ -266,7 +263,8 @@ def build_and_train(
         checkpointer = Checkpointer(trainer, lease, others)
         with startup("checkpoint"):
             held = () if lease is None else lease.notes
-            notes += [*held, *trainer.notes, *graphs.notes, *checkpointer.load(source)]
+            loaded = checkpointer.load(source)
+            notes += [*held, *trainer.notes, *graphs.notes, *loaded]
         for component in trainer.components:
             notes += component.on_start(lambda: bool(stop.local_code()))
         facts = start_facts(os.environ, None if lease is None else lease.epoch)
@@ -285,7 +283,7 @@ def build_and_train(
             run_id=trainer.progress.run_id,
             data=data_summary(trainer.data),
             facts=facts,
-            before=_before(goodput),
+            before=None if goodput.goes_back else "the phase before" if goodput.continues else "an earlier start",
             check=lambda: lease.check() if lease is not None and lease.staging is not None else None,
             iteration=trainer.iteration,
             consumed_samples=trainer.consumed_samples,
@@ -296,7 +294,8 @@ def build_and_train(
     with log, PeerWatchdog(world, pipeline, run_dir):
         with refuse_start_on_error(), stopped_after_errors(trainer.components):
             shown = summary(config, world.size, *trainer.progress.in_phase, known_cluster(config, world.size))
-            for text in (*notes, "\n".join([shown, *trainer.data.summary()])):
+            notes.append("\n".join([shown, *trainer.data.summary()]))
+            for text in loaded if goodput.goes_back else notes:
                 log.note(text)
             before = len(trainer.components) - len(plugins)  # those of plugins are called last
             trainer.components[before:before] = [
@@ -312,13 +311,6 @@ def build_and_train(
             log.rewound(go_back(request, config, newest, began, trainer.progress.origin.iteration, world, lease))
             return 0, trainer, True
         return status, trainer, False
-
-
-def _before(goodput: Goodput) -> str:
-    """Return what an existing run folder holds."""
-    if goodput.goes_back:
-        return "the steps before it went back"
-    return "the phase before" if goodput.continues else "an earlier start"
 
 
 def free_memory(device: torch.device) -> None:

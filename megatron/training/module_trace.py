@@ -29,7 +29,7 @@ from megatron.training.step_record import as_json
 from megatron.training.trainer import Trainer
 
 RATIO = 4.0
-"""Growth since the step before from which on a module is out of line."""
+"""Growth of a module since the step before, or of a sample over the median, from which on it is out of line."""
 
 PEER_RATIO = 16.0
 """Multiple of the median over the same module of the other layers from which on a module is out of line."""
@@ -57,6 +57,11 @@ class ModuleSize:
     def order(self) -> tuple[bool, int, int]:
         """Key that sorts by execution: forward from the first stage, backward from the last one."""
         return self.backward, -self.stage if self.backward else self.stage, self.position
+
+    @property
+    def peers(self) -> tuple[str, bool]:
+        """Key of the same module in all layers."""
+        return re.sub(r"^layers\.\d+", "layers", self.name), self.backward
 
     def add(self, squares: float, elements: int, largest: float, bad: Sequence[tuple[int, int]]) -> None:
         """Add a part of the outputs."""
@@ -158,9 +163,7 @@ def floating(values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def first_out_of_line(
-    sizes: Sequence[ModuleSize], before: Sequence[ModuleSize] = (), ratio: float = RATIO, peer_ratio: float = PEER_RATIO
-) -> Suspicion | None:
+def first_out_of_line(sizes: Sequence[ModuleSize], before: Sequence[ModuleSize] = ()) -> Suspicion | None:
     """Return the first module, in the order of execution, whose outputs or gradients are out of line.
 
     Values that are not finite come first, then growth against the step ``before``, then against the median of the same
@@ -169,8 +172,6 @@ def first_out_of_line(
     Args:
         sizes: of a step, in the order of execution.
         before: of a step to compare with: the one before, or the same one in another precision.
-        ratio: growth of the RMS or the largest value that is out of line.
-        peer_ratio: multiple of the median RMS of the other layers that is.
     """
     for size in sizes:
         if size.bad:
@@ -181,14 +182,14 @@ def first_out_of_line(
     for size in sizes:
         known = earlier.get((size.name, size.backward))
         growth = 0.0 if known is None else max(grown(size.rms, known.rms), grown(size.largest, known.largest))
-        if growth > ratio:
+        if growth > RATIO:
             return Suspicion(size, f"{growth:.3g} times what it is compared with")
     peers: dict[tuple[str, bool], list[ModuleSize]] = {}
     for size in sizes:
-        peers.setdefault((re.sub(r"^layers\.\d+", "layers", size.name), size.backward), []).append(size)
+        peers.setdefault(size.peers, []).append(size)
     for size in sizes:
-        others = [x.rms for x in peers[re.sub(r"^layers\.\d+", "layers", size.name), size.backward] if x is not size]
-        if others and (growth := grown(size.rms, median(others))) > peer_ratio:
+        others = [x.rms for x in peers[size.peers] if x is not size]
+        if others and (growth := grown(size.rms, median(others))) > PEER_RATIO:
             return Suspicion(size, f"{growth:.3g} times the median of the other layers")
     return None
 
@@ -280,10 +281,10 @@ def only_sample(batch: MicroBatch, index: int) -> MicroBatch:
     )
 
 
-def suspicious_samples(samples: Sequence[SampleSize], ratio: float = RATIO) -> list[SampleSize]:
+def suspicious_samples(samples: Sequence[SampleSize]) -> list[SampleSize]:
     """Return the samples whose output of the module, or else loss or gradient, is not finite, or else out of line.
 
-    A number is out of line if it is ``ratio`` times the median over the samples of the step. The worst comes first.
+    A number is out of line if it is :data:`RATIO` times the median over the samples of the step. The worst comes first.
     """
     for bad in (
         [sample for sample in samples if not math.isfinite(sample.output)],  # before a weight that spoils all of them
@@ -296,4 +297,4 @@ def suspicious_samples(samples: Sequence[SampleSize], ratio: float = RATIO) -> l
     def worst(sample: SampleSize) -> float:
         return max(grown(abs(x), abs(m)) for x, m in zip(sample[3:], middle))
 
-    return sorted((sample for sample in samples if worst(sample) > ratio), key=worst, reverse=True)
+    return sorted((sample for sample in samples if worst(sample) > RATIO), key=worst, reverse=True)

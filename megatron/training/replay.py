@@ -135,13 +135,11 @@ def replay(
     window = MetricsWindow(trainer.device, config.training.seq_length, world=trainer.mesh.world)
     last = options.step - 1 if options.samples else options.step
     while trainer.iteration < last:
-        step = trainer.iteration + 1
-        trace = None
-        if (options.modules and step >= options.step - 1) or (options.keep and step == options.step):
-            at_last = step == options.step
-            trace = ModuleTrace(
-                trainer, options.stop_at if at_last else None, options.keep[0] if at_last and options.keep else None
-            )
+        step, trace = trainer.iteration + 1, None
+        if step == options.step and (options.modules or options.keep or options.stop_at):
+            trace = ModuleTrace(trainer, options.stop_at, options.keep[0] if options.keep else None)
+        elif step == options.step - 1 and options.modules:
+            trace = ModuleTrace(trainer)
         callbacks.start_step(window, step)
         found.steps.append(take(trainer, callbacks, trace))
         if trace is not None:

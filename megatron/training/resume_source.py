@@ -34,7 +34,7 @@ from megatron.checkpoint.folder import CheckpointFolder, is_local_checkpoint
 from megatron.checkpoint.format import Manifest, is_megatron_lm
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.publish import CHECKPOINT_NAME, is_complete, is_interrupted
-from megatron.checkpoint.rewinds import REWIND_TYPES, Rewind, later_rewinds, read_rewinds, rewinds_of
+from megatron.checkpoint.rewinds import REWIND_TYPES, Rewind, later_rewinds, notes_on, read_rewinds, rewinds_of
 from megatron.config.batch import Origin, final_iteration
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
@@ -562,13 +562,14 @@ def preview_start(config: RunConfig, world_size: int, source: ResumeSource | Non
         UserError: if a required checkpoint is missing, or the run must not resume from it.
     """
     source = source or find_resume_source(config.resume_options)
+    notes = (*source.notes, *notes_on(source.rewinds))
     if source.weights is not None:
-        return StartPreview((*source.notes, f"checkpoint: {source.weights}, its tensors not read"))
+        return StartPreview((*notes, f"checkpoint: {source.weights}, its tensors not read"))
     if source.fresh:
-        return StartPreview(source.notes)
+        return StartPreview(notes)
     manifest = Manifest.open(source.paths[0])
     changes, _, mode = compare_with_checkpoint(manifest, config, world_size, source.mode, source.notes)
-    notes = (*source.notes, f"checkpoint: {manifest.path}, its tensors not read", *changes)
+    notes = (*notes, f"checkpoint: {manifest.path}, its tensors not read", *changes)
     if mode == "weights-only":
         return StartPreview(notes)
     if mode == "new-phase":

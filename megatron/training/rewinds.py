@@ -15,7 +15,14 @@ from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.location import parse_location
-from megatron.checkpoint.rewinds import CORRUPTION, REWINDS_FILE, Rewind, add_rewinds, rewinds_of
+from megatron.checkpoint.rewinds import (
+    CORRUPTION,
+    REWINDS_FILE,
+    Rewind,
+    add_rewinds,
+    rewinds_of,
+    without_corruption,
+)
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.config.text import counted
@@ -44,20 +51,6 @@ class Rewinds(Component):
     def metrics(self) -> Metrics:
         """See :class:`Component`."""
         return {"rewinds": len(without_corruption(self.rewinds))}
-
-
-def without_corruption(rewinds: Sequence[Rewind]) -> list[Rewind]:
-    """Return the rewinds after which the run went back by itself."""
-    return [rewind for rewind in rewinds if rewind.kind != CORRUPTION]
-
-
-def notes_on(rewinds: Sequence[Rewind]) -> list[str]:
-    """Return the log line on the samples that a run leaves out because it went back."""
-    rewinds = without_corruption(rewinds)
-    if not rewinds:
-        return []
-    words = " ".join(rewind.words for rewind in rewinds)
-    return [f"has gone back {counted(len(rewinds), 'time')}: leaves out the samples {words}"]
 
 
 def refuse_suspects(config: RunConfig, source: ResumeSource, world: Group) -> None:

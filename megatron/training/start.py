@@ -269,6 +269,9 @@ def check_start(
             notes += found
     start, data = StartPreview(), list[str]()
     with collected():
+        if parsed.check_only:
+            source = source or find_resume_source(config.resume_options)
+            config = source.without_samples(config)
         start = preview_position(parsed, source, beginning)
         notes += start.notes
     position = start.iteration, start.consumed_samples

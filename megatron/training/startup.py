@@ -122,7 +122,7 @@ def start_facts(environ: Mapping[str, str], epoch: int | None) -> StartFacts:
 
 def start_phrase(facts: StartFacts) -> str:
     """Return the facts as one comma-separated phrase; empty if there are none."""
-    phrases = [f"start {facts['epoch']} of this run"] if "epoch" in facts else []
+    phrases = list[str]()
     if "slurm-job" in facts:
         phrases.append(f"Slurm job {facts['slurm-job']} restart {facts['slurm-restart']}")
     if "torchrun-restart" in facts:

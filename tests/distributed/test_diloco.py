@@ -32,8 +32,10 @@ from megatron.training.diloco.component import left_out, source_of
 from megatron.training.diloco.outer_optimizer import OuterOptimizer
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.replicas import store as replica_store
-from megatron.training.replicas.members import Member, ReplicaError, Replicas, connect
+from megatron.training.replicas import transfer
+from megatron.training.replicas.members import Member, ReplicaError, Replicas, ServerLostError, connect
 from megatron.training.replicas.store import GREETING, AuthenticatedChannel, read_secret, serve
+from megatron.training.replicas.transfer import copy_to_peers
 from tests.distributed.diloco_runs import (
     FP64,
     Killed,
@@ -453,6 +455,46 @@ def test_malformed_answers_of_a_server_end_in_sentences(answer: list[bytes], bef
         replicas = Replicas(connect(address, 5), 0, 1, 2, timeout=1)
         with pytest.raises(ReplicaError, match="replica server"):
             replicas._replace("key", "", "value")
+
+
+def test_a_server_that_ends_while_a_vote_is_awaited_is_lost() -> None:
+    """Not an unknown error: the replica saves the last complete step."""
+    server, port = serve("127.0.0.1", 0)
+    replicas = Replicas(connect(f"127.0.0.1:{port}", 5), 0, 1, 2, timeout=20)
+    other = Member(1, "other", {})
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(replicas.settle, 1, [other, Member(0, replicas.id, {})], True)
+        time.sleep(0.3)
+        assert not waiting.done()
+        server.stop()
+        with pytest.raises(ServerLostError, match="the replica server is gone"):
+            waiting.result(10)
+
+
+def test_state_is_copied_to_those_that_are_behind_in_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of several types and shapes, one in another order of memory, one larger than a chunk."""
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 10_000)
+
+    def tensors(index: int) -> list[Tensor]:
+        types = (torch.float32, torch.bfloat16, torch.float64)
+        made = [torch.full((3, number + 1), 100.0 * index + number, dtype=types[number // 20]) for number in range(60)]
+        made[5] = torch.arange(6.0).reshape(2, 3).T + index
+        return [*made, torch.arange(3000.0) + index]
+
+    def copy(index: int) -> list[Tensor]:
+        replicas = Replicas(store, 0, 1, 3, timeout=20)
+        replicas.index = replicas.claim(index, True, {})
+        members = replicas.agree({"starting": True, "position": [0, 0], "whole": True})
+        group, found = replicas.group(members), tensors(index)
+        copy_to_peers(found, group, 1, [0, 2])
+        waits.append(replicas.meter.pop_bytes_sent()["replica", "all-reduce"] / (4 * 4 / 3))
+        replicas.leave()
+        return found
+
+    store, waits = dist.HashStore(), list[float]()
+    for found in together([partial(copy, index) for index in range(3)]):
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, tensors(1), strict=True))
+    assert max(waits) < 9, "of 61 tensors"
 
 
 def test_an_abandoned_replica_ends_and_an_index_has_one_replica() -> None:

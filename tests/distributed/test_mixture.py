@@ -126,7 +126,7 @@ def test_a_longer_run_keeps_its_samples_and_continues_the_last_stage(
     outcome = start(tiny_run(tmp_path, f"{flags} --train-iters 9 --resume-mode new-schedule"))
     assert outcome.status == 0, outcome.err
     assert sorted(outcome.samples) == [7, 8, 9]
-    assert "planned for 24 samples; 12 more follow" in outcome.out
+    assert "keep the order that was planned; 12 further samples follow" in outcome.out
     names = {name.removeprefix(SOURCE_LOSS) for line in source_losses(tmp_path)[6:] for name in line}
     assert names == {"code", "tiny"}
 

@@ -23,7 +23,7 @@ from megatron.config.run import RunConfig
 from megatron.training.callbacks.base import Callback
 from megatron.training.components.state_checksums import StateChecksums
 from megatron.training.digests import digest
-from megatron.training.incidents import read_incidents
+from megatron.training.incidents import read_incidents, read_step_record
 from megatron.training.loggers.run_folder import METRICS_FILE, read_json_lines
 from megatron.training.metrics import StepMetrics
 from megatron.training.replay_check import component
@@ -246,7 +246,8 @@ def test_a_restart_begins_before_the_corruption(tmp_path: Path, kill: bool) -> N
     if not kill:
         line = json.loads((tmp_path / "run" / "failures.jsonl").read_text().splitlines()[-1])
         assert (line["kind"], line["rank"]) == ("device", 0)
-        assert len([*(tmp_path / "run" / "incidents").iterdir()]) == 1
+        [(folder, _)] = read_incidents(tmp_path / "run")
+        assert [each["sample"] for each in read_step_record(folder)["samples"]] == [16, 17, 18, 19]
     refused = resume(tmp_path, "")
     assert refused.status == 2
     assert "E984" in refused.err

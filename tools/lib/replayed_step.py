@@ -6,7 +6,6 @@ Nothing is written. No torch.
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.location import parse_location
+from megatron.checkpoint.publish import CHECKPOINT_NAME
 from megatron.checkpoint.rewinds import Rewind, later_rewinds, read_rewinds, rewinds_of
 from megatron.config.batch import WHOLE_RUN, Origin
 from megatron.config.errors import UserError
@@ -30,7 +30,7 @@ from megatron.config.settings import SETTINGS
 from megatron.data.errors import DataError
 from megatron.training.incidents import INCIDENT_FILE, read_incident, read_step_record
 from megatron.training.loggers.run_folder import COMMAND_FILE, METRICS_FILE, read_json_lines
-from megatron.training.resume_source import ResumeSource, find_resume_source, read_only_options
+from megatron.training.resume_source import ResumeSource, find_resume_source, read_only_options, step_of
 from tools.lib.run_samples import RunStart, read_starts
 
 if TYPE_CHECKING:
@@ -69,13 +69,18 @@ class ReplayTarget:
         return next((each for each in self.logged if each.first <= self.step <= each.last), None)
 
     @property
+    def has_numbers(self) -> bool:
+        """True if the record of the incident has something to compare with."""
+        return any(self.record.get(name) is not None for name in ("loss", "grad_norm", "gradients"))
+
+    @property
     def threads(self) -> int | None:
         """Threads of each rank, on which the bits of a CPU depend; None if unknown."""
         return self.record.get("threads") or (None if self.own is None else self.own.threads)
 
     def lines_after(self, source: ResumeSource) -> int:
         """Return the number of log lines whose steps are all taken from a checkpoint to the step."""
-        begin = checkpoint_step(source.paths[0].name) if source.paths else 0
+        begin = step_of(source.paths[0]) if source.paths else 0
         return sum(begin < each.first and each.last <= self.step for each in self.logged)
 
 
@@ -171,16 +176,10 @@ def working_folder(target: ReplayTarget) -> Path | None:
     return Path(found) if found and Path(found).is_dir() else None
 
 
-def checkpoint_step(name: str) -> int:
-    """Return the step of a checkpoint by its name, 0 if it has another one."""
-    named = re.fullmatch(r"iter_(\d+)", name)
-    return int(named[1]) if named else 0
-
-
 def find_source(target: ReplayTarget, given: str | None) -> ResumeSource:
     """Return the newest valid checkpoint before the step, or what the run itself started from.
 
-    Without a record of the step, it is before the first step of the step's log line, if there is one.
+    Unless the record of the step has numbers, it is before the first step of the step's log line, if there is one.
 
     Args:
         target: the step.
@@ -192,12 +191,12 @@ def find_source(target: ReplayTarget, given: str | None) -> ResumeSource:
     options, step = target.config.checkpoint, target.step
     folders = [given] if given else [*moved_with(target, options.save), options.save, options.load]
     reasons, others, nearest = list[str](), list[int](), None
-    before = step if target.own is None or target.record else target.own.first
+    before = step if target.own is None or target.has_numbers else target.own.first
     for folder in dict.fromkeys(folders if given != "none" else ()):
         if not folder or folder.startswith(("hf:", "peft:")):
             continue
         location = parse_location(folder.removeprefix("megatron:"))
-        named = re.fullmatch(r"iter_(\d+)", location.name)
+        named = CHECKPOINT_NAME.fullmatch(location.name)
         folder_of = CheckpointFolder(location.parent if named else location)
         found = [each for each in folder_of.candidates() if not named or each.iteration == int(named[1])]
         valid = [each for each in found if each.manifest is not None and on_course(target, each.manifest)]

@@ -17,6 +17,7 @@ import numpy as np
 from megatron.config.files import read_small
 from megatron.config.settings import SETTINGS
 from megatron.config.text import counted, format_bytes, format_compact, printable
+from megatron.training.loggers.base import WENT_BACK
 from megatron.training.loggers.plots import running_mean
 from megatron.training.loggers.run_folder import HEALTH_FILE
 from tools.lib.charts import MARKS, ChartBook, compact
@@ -147,7 +148,8 @@ def _cards(
     """Yield label, value and detail of the figures in the head."""
     curves = Curves(record)
     yield "tokens", compact(tokens), f"{share:.1%} of what is planned" if math.isfinite(share) else "of an unknown plan"
-    yield "steps", f"{step:,}", counted(len([s for s in record.starts if s.trains]), "start")
+    starts = [start for start in record.starts if start.trains and WENT_BACK not in start.facts]
+    yield "steps", f"{step:,}", counted(len(starts), "start")
     loss = curves.values("lm loss")
     if (finite := loss[np.isfinite(loss)]).size:
         yield "loss, smoothed", f"{running_mean(finite)[-1]:.4g}", f"last line {finite[-1]:.4g}"

@@ -91,7 +91,7 @@ def act_on_step(
                 folder = record_incident(run_dir, Incident(kind, step, sentence, found), record)
             except OSError as error:
                 component.log.warning(f"the incident of step {step} is not recorded: {error}")
-        component.log.incident(kind, text, folder)
+        component.log.incident(kind, text, folder, ends=policy.act == "stop")
     if policy.act == REWIND:
         places = reader.range_of_steps(max(0, step - policy.steps), step)
         raise RewindNeededError(kind, step, policy.steps, places, sentence)

@@ -16,7 +16,6 @@ state if others are further. There is no other way into a run: a replica that wa
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
 import time
@@ -31,10 +30,10 @@ from torch import Tensor
 
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.save import run_in_background
-from megatron.config.text import counted, echo, listed
+from megatron.config.text import echo, listed
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.distributed.launch import is_peer_lost, run_on_rank0
+from megatron.distributed.launch import run_on_rank0
 from megatron.optimizer.grad_compression import int8_all_reduce
 from megatron.training.component import Component, Kinds
 from megatron.training.diloco.outer_optimizer import GRAD, OuterOptimizer
@@ -42,7 +41,7 @@ from megatron.training.failure_report import NonFiniteError
 from megatron.training.metrics import StepMetrics
 from megatron.training.replicas.members import Member, ReplicaError, Replicas, connect
 from megatron.training.replicas.store import read_secret
-from megatron.training.replicas.transfer import CHUNK_BYTES, MAX_FAILURES, copy_to_peers, ordered_sum, shared_options
+from megatron.training.replicas.transfer import CHUNK_BYTES, copy_to_peers, hash_of, ordered_sum, shared_options
 from megatron.training.resume_source import ResumeSource, stream_of
 from megatron.training.trainer import Trainer
 
@@ -290,7 +289,8 @@ class Diloco(Component):
         trainer, outer = self.trainer, self.outer
         if outer.rounds == 0:
             outer.position = trainer.iteration, trainer.consumed_samples
-        digest = torch.tensor([_digest(outer)], device=trainer.device)
+        tensors = {f"{kind} {name}": value for kind, found in outer.kinds().items() for name, value in found.items()}
+        digest = torch.tensor([hash_of(tensors)], device=trainer.device)
         facts = {
             "starting": True,
             "rounds": outer.rounds,
@@ -343,7 +343,6 @@ class Diloco(Component):
     ) -> Round:
         """Exchange until an attempt is committed; without members if ``stopped``."""
         began, attempts, replicas = time.monotonic(), 0, self.replicas
-        failures, last_members = 0, list[Member]()
         replicas.meter.pop_bytes_sent()
         if ready is not None:
             ready.synchronize()
@@ -352,24 +351,10 @@ class Diloco(Component):
             members = replicas.agree(facts, stopped)
             if not members:
                 return Round([], [], delta, 0.0, attempts, 0.0)
-            failures = failures + 1 if members == last_members else 0
-            if failures == MAX_FAILURES:
-                raise ReplicaError(f"{counted(failures, 'exchange')} in a row failed, although all replicas are alive")
-            last_members = members
-            try:
-                names, average = self._communicate(members, facts, delta)
-            except ReplicaError:
-                raise
-            except RuntimeError as error:  # a member died, or does not answer
-                replicas.abort()
-                if not is_peer_lost(error):
-                    raise
-            else:
-                norm = torch.linalg.vector_norm(average, dtype=torch.float64)
-                replicas.vote(members, valid=math.isfinite(norm.item()))
-            if replicas.decide(members):
+            found = replicas.exchange(members, partial(self._communicate, members, facts, delta), _is_finite)
+            if found is not None:
                 sent = sum(replicas.meter.pop_bytes_sent().values())
-                return Round(members, names, average, time.monotonic() - began, attempts, sent)
+                return Round(members, *found, time.monotonic() - began, attempts, sent)
 
     def _communicate(self, members: Sequence[Member], facts: dict[str, Any], delta: Tensor) -> tuple[list[str], Tensor]:
         """Return averaged outer gradients and their names, after a replica that is behind has received the rest."""
@@ -457,11 +442,5 @@ def source_of(members: Sequence[Member], excluded: Container[int] = ()) -> Membe
     return best
 
 
-def _digest(outer: OuterOptimizer) -> int:
-    """Return a hash of the state of this rank."""
-    digest = hashlib.blake2b(digest_size=6)
-    for kind, tensors in outer.kinds().items():
-        for name in sorted(tensors):
-            digest.update(f"{kind} {name}".encode())
-            digest.update(tensors[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little")
+def _is_finite(found: tuple[list[str], Tensor]) -> bool:
+    return math.isfinite(torch.linalg.vector_norm(found[1], dtype=torch.float64).item())

@@ -14,6 +14,9 @@ Metrics = Mapping[str, Any]
 BY_LAYER = "-by-layer"
 """End of the names of metrics that are lists of a value per layer."""
 
+WENT_BACK = "went-back"
+"""Field of the event ``start`` where the run goes on from an earlier step, in the same processes."""
+
 
 class MetricLogger(Protocol):
     """Receives the metrics of a run on rank 0. Any method may raise: training continues without the logger.

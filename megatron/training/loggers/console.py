@@ -25,7 +25,7 @@ from megatron.config.text import (
     format_plain,
     format_step_time,
 )
-from megatron.training.loggers.base import Column, Metric, Metrics, metrics_under
+from megatron.training.loggers.base import WENT_BACK, Column, Metric, Metrics, metrics_under
 from megatron.training.loggers.feature_metrics import (
     FEATURE_COLUMNS,
     HEALTH_MAXIMA,
@@ -43,6 +43,7 @@ MEMORY_CAPACITY = f"{CONSOLE_PREFIX}mem-capacity-bytes"
 TOTAL_ITERATIONS = f"{CONSOLE_PREFIX}total-iterations"
 SECONDS_LEFT = f"{CONSOLE_PREFIX}seconds-left"
 ON_GPU = f"{CONSOLE_PREFIX}on-gpu"
+ENDS_RUN = f"{CONSOLE_PREFIX}ends-run"
 
 MIN_SHOWN_SHARE = 0.005
 """Smallest share that is shown; whole percents would show smaller ones as 0%."""
@@ -208,6 +209,7 @@ class ConsoleLogger:
     """Prints one line per log step, evaluation, health report and event, and a legend after the start-up."""
 
     _explains = False  # the next log step
+    _went_back = False
 
     def stepped(self, step: int) -> None:
         """Note that a step was taken."""
@@ -240,11 +242,13 @@ class ConsoleLogger:
         """Print an event. Starts are in the summary of the run, and errors are printed when the process ends."""
         if kind in ("note", "stop", "samples", "rewind"):
             print_line(fields["text"])
-        elif kind in ("warning", "incident"):
+        elif kind in ("warning", "incident") and not fields.get(ENDS_RUN):
             print_warning(fields["text"])
         elif kind == "control":
             (print_line if fields["done"] else print_warning)(fields["text"])
-        elif kind == "start-up":
+        elif kind == "start" and WENT_BACK in fields:
+            self._went_back = True
+        elif kind == "start-up" and not self._went_back:
             print_line(startup_line(fields["phases"], fields["slowest"]))
             self._explains = True
         elif kind == "checkpoint":

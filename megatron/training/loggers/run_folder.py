@@ -31,7 +31,7 @@ from megatron.config.privacy import check_access, redact
 from megatron.config.text import printable
 from megatron.data.loader import DataSource
 from megatron.data.skipped_dataset import SKIPPED
-from megatron.training.loggers.base import BY_LAYER, Metrics
+from megatron.training.loggers.base import BY_LAYER, WENT_BACK, Metrics
 from megatron.training.loggers.feature_metrics import FURTHER_LOSSES
 from megatron.training.startup import start_phrase
 
@@ -60,6 +60,7 @@ def write_run_folder(
     world_size: int,
     data: Mapping[str, object] | None = None,
     warn: Callable[[str], None] = lambda text: None,
+    keep: bool = True,
 ) -> list[Path]:
     """Create the folder and write config, command, environment, uncommitted changes and a summary of the data.
 
@@ -72,6 +73,7 @@ def write_run_folder(
         world_size: number of ranks.
         data: summary of the data.
         warn: called if the changes hold credentials, which are left out.
+        keep: False to replace files instead of renaming them.
 
     Returns:
         New paths of the renamed files.
@@ -97,7 +99,7 @@ def write_run_folder(
     number = 1
     while any(path.with_stem(f"{path.stem}.{number}").exists() for path in paths):
         number += 1
-    changed = [path for path, text in paths.items() if path.exists() and path.read_bytes() != text.encode()]
+    changed = [path for path, text in paths.items() if keep and path.exists() and path.read_bytes() != text.encode()]
     renamed = [path.rename(path.with_stem(f"{path.stem}.{number}")) for path in changed]
     for path, text in paths.items():
         if text:
@@ -238,7 +240,7 @@ class IncidentLogger:
         """Open ``path`` for appending."""
         self._start = "started again" if path.exists() else "started"
         self._step = 0
-        self._failed = False
+        self._end = "ended in good order"
         self._file = path.open("a", encoding="utf-8", buffering=1)  # line buffered
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -251,21 +253,22 @@ class IncidentLogger:
     def event(self, step: int, kind: str, fields: Metrics) -> None:
         """Log starts, warnings, errors and stops."""
         self._step = step
-        if kind in ("start", "evaluation"):
+        if kind in ("start", "evaluation") and WENT_BACK not in fields:
             began = self._start if kind == "start" else "an evaluation alone"
             ranks = "1 rank" if fields["world-size"] == 1 else f"{fields['world-size']} ranks"
             run = f", run {fields['run-id']}" if fields["run-id"] else ""
             which = f", {phrase}" if (phrase := start_phrase(fields)) else ""
             self._write(fields["time"], f"{began} on {ranks}{run}{which}")
         elif kind in ("warning", "incident", "error", "stop", "rewind", "control"):
-            self._failed = self._failed or kind == "error"
+            self._end = {"error": "ended by an error", "rewind": ""}.get(kind, self._end)
             plain = kind in ("stop", "rewind")
             folder = f"; {folder}" if (folder := fields.get("folder")) else ""
             self._write(fields["time"], fields["text"] if plain else f"{kind}: {fields['text']}{folder}")
 
     def close(self) -> None:
-        """Log the end, and close the file."""
-        self._write(time.time(), "ended by an error" if self._failed else "ended in good order")
+        """Log the end, unless the run goes back, and close the file."""
+        if self._end:
+            self._write(time.time(), self._end)
         self._file.close()
 
     def _write(self, seconds: float, text: str) -> None:

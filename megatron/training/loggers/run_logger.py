@@ -32,8 +32,8 @@ from megatron.config.run import RunConfig
 from megatron.training.failure_report import describe_error
 from megatron.training.first_cause import within
 from megatron.training.loggers.alerts import alert_logger
-from megatron.training.loggers.base import MetricLogger, Metrics, error_summary
-from megatron.training.loggers.console import CONSOLE_PREFIX, ConsoleLogger, print_line, print_warning
+from megatron.training.loggers.base import WENT_BACK, MetricLogger, Metrics, error_summary
+from megatron.training.loggers.console import CONSOLE_PREFIX, ENDS_RUN, ConsoleLogger, print_line, print_warning
 from megatron.training.loggers.plots import LAYER_PLOTS, draw_runs
 from megatron.training.loggers.run_folder import (
     INCIDENTS_FILE,
@@ -73,7 +73,7 @@ class RunLogger:
         run_id: str = "",
         data: Mapping[str, object] | None = None,
         facts: StartFacts | None = None,
-        before: str = "an earlier start",
+        before: str | None = "an earlier start",
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Open the run folder and the loggers that ``config`` enables.
@@ -90,7 +90,7 @@ class RunLogger:
             run_id: identifies the run across restarts.
             data: summary of the training data, written to the folder.
             facts: job and start numbers.
-            before: which start has used the folder, if it was used.
+            before: what an existing folder holds; None for this start, which went back: then its files are replaced.
             check: raises SupersededError once a later start has taken over the run; called at most every
                 `SUPERSEDED_CHECK_SECONDS`, and at the end. Nothing is written after that.
 
@@ -125,19 +125,22 @@ class RunLogger:
             self.add("alerts", lambda: alerts)
         kind = "evaluation" if config.training.skip_train else "start"  # an evaluation does not restart the loss curve
         layout = {"world-size": world_size, "threads": torch.get_num_threads()}  # on which the bits of a CPU depend
-        self._event(kind, {"run-id": run_id, **layout, **self._phase, **(facts or {})})
-        if reuse_note:
+        went_back = {WENT_BACK: True} if before is None else {}
+        self._event(kind, {"run-id": run_id, **layout, **self._phase, **went_back, **(facts or {})})
+        if reuse_note is not None:
             self._has_loss_curve = not config.training.skip_train
+        if reuse_note:
             self.note(reuse_note)
 
     def _open_folder(
-        self, folder: Path, resolved_config: str, device: str, data: Mapping[str, object], held: str
+        self, folder: Path, resolved_config: str, device: str, data: Mapping[str, object], held: str | None
     ) -> str | None:
-        """Open the run folder; return a note if it was used before, by what is ``held``."""
+        """Open the run folder; return None if it is new, or else a note on what is ``held``."""
         metrics, warnings = folder / METRICS_FILE, list[str]()
         try:
             used_before = metrics.exists()
-            renamed = write_run_folder(folder, resolved_config, device, self._world_size, data, warnings.append)
+            facts = resolved_config, device, self._world_size, data
+            renamed = write_run_folder(folder, *facts, warnings.append, keep=held is not None)
             self._loggers[metrics.name] = partial(call_method, JsonLinesLogger(metrics, warn=print_warning))
         except OSError as error:
             message = f"the run folder {folder} cannot be written: {error.strerror}"
@@ -145,8 +148,8 @@ class RunLogger:
         self.add(INCIDENTS_FILE, partial(IncidentLogger, folder / INCIDENTS_FILE), background=False)
         for text in warnings:
             self.warning(text)
-        if not used_before:
-            return None
+        if not used_before or held is None:
+            return "" if used_before else None
         names = ", ".join(path.name for path in renamed)
         changed = f"; changed files were renamed to {names}" if renamed else ""
         return f"{folder} holds {held}: {metrics.name} is appended to{changed}"
@@ -246,14 +249,16 @@ class RunLogger:
         """Report a problem that does not end the run; one of a ``kind`` may be an alert."""
         self._event("warning", {"text": text} | ({} if kind is None else {"kind": kind, "alert": alert}))
 
-    def incident(self, kind: str, text: str, folder: Path | None = None) -> None:
-        """Report an incident of a kind of ``incidents.KINDS``, and its folder."""
-        self._event("incident", {"kind": kind, "text": text, "folder": None if folder is None else str(folder)})
+    def incident(self, kind: str, text: str, folder: Path | None = None, ends: bool = False) -> None:
+        """Report an incident of a kind of ``incidents.KINDS``, and its folder; ``ends``: as the error of the run."""
+        where = None if folder is None else str(folder)
+        self._event("incident", {"kind": kind, "text": text, "folder": where, ENDS_RUN: ends})
 
     def rewound(self, text: str) -> None:
         """Report the steps since the last log line, and that the run goes back from them."""
         if self._read_pending is not None:
             self.train(self._read_pending())
+        self._has_loss_curve = False  # it is drawn at the end
         self._event("rewind", {"text": text})
 
     def control(self, text: str, done: bool, **fields: str) -> None:

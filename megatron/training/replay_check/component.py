@@ -39,6 +39,7 @@ from megatron.training.replay_check.recorder import GIVEN, GRADIENT, REDUCED, St
 from megatron.training.replay_check.state import Finding, Flags, GatherCheck, StateAtRest, UpdateCheck
 from megatron.training.replay_check.verdict import SOFTWARE, Difference, RankReport, Verdict, judge, odd_one_out
 from megatron.training.step import compute_gradients
+from megatron.training.step_record import gather_step_record
 from megatron.training.trainer import Trainer
 
 CORRUPTION = "E982"
@@ -252,6 +253,7 @@ class ReplayCheck(Component):
         ends = self._policy != "report"
         if world.rank == 0 and ends and verdict.is_hardware and save is not None:
             record_corruption(parse_location(save), clean, step)
+        record = {} if run_dir is None else gather_step_record(self._trainer, self._inputs[0], {}, intact=False)
         if run_dir is not None and world.rank == 0:
             facts = {
                 "cause": verdict.cause,
@@ -262,8 +264,8 @@ class ReplayCheck(Component):
                 "reports": [report.to_json() for report in reports if report.first or report.found],
             }
             try:
-                folder = record_incident(run_dir, Incident("corruption", step, verdict.sentence, facts))
-                self.log.incident("corruption", verdict.sentence, folder)
+                folder = record_incident(run_dir, Incident("corruption", step, verdict.sentence, facts), record)
+                self.log.incident("corruption", verdict.sentence, folder, ends=ends)
                 if ends and verdict.is_hardware:
                     record_device_failures(Path(run_dir), verdict, reports)
             except OSError as error:

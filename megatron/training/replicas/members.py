@@ -27,7 +27,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,8 +42,8 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_json
 from megatron.config.text import counted, listed, printable
 from megatron.distributed.comm import CommMeter, Group
+from megatron.distributed.launch import is_peer_lost
 from megatron.training.replicas.store import GREETING, KEPT_ATTEMPTS, NONCE_BYTES, AuthenticatedChannel, body_size
-from megatron.training.replicas.store import serve as serve
 
 T = TypeVar("T")
 
@@ -64,6 +64,9 @@ CONNECT_SECONDS = 2.0
 
 BEATS_PER_TIMEOUT = 6
 """Heartbeats in the time after which a replica without one counts as dead."""
+
+MAX_FAILURES = 30
+"""Failed attempts in a row with the same members, each of which is alive, after which a replica gives up."""
 
 MAX_COUNT = 1 << 62
 """Above all numbers of rounds, steps and samples, and above digests."""
@@ -158,6 +161,11 @@ class StoreClient(distributed_c10d.Store):
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._request(b"set", key.encode(), content, certain=True)
 
+    def read(self, keys: Iterable[str]) -> list[bytes]:
+        """Return the values of some keys at one time; empty for a key that is not there."""
+        names = [key.encode() for key in keys]
+        return self._request(b"read", *names, values=len(names), certain=True)[1:]
+
     def get(self, key: str) -> bytes:
         """Return a value, once it is there; raise DistStoreError after the timeout."""
         return self._await([key], self._seconds)[0]
@@ -251,16 +259,16 @@ def _count(value: Any, least: int = 0, limit: int = MAX_COUNT) -> int:
 
 def check_facts(facts: Any) -> Mapping[str, Any]:
     """Return the facts of a replica; raise ValueError, TypeError or KeyError if they are malformed."""
-    iteration, consumed_samples = facts["position"]
-    for value in (iteration, consumed_samples, facts.get("digest", 0)):
+    if len(facts["position"]) != 2:
+        raise ValueError("position is not a step and a number of samples")
+    for value in (*facts["position"], facts.get("digest", 0), *facts.get("numbers", ())):
         _count(value)
-    _count(facts["rounds"], -1, MAX_ROUNDS)
-    kinds = {"starting": bool, "whole": bool, "pending": bool, "norm": float}
+    rounds = _count(facts.get("rounds", -1), -1, MAX_ROUNDS)
+    kinds = {"starting": bool, "whole": bool, "pending": bool, "norm": float, "run": str}
     for name, value in facts.items():
         if not isinstance(value, kinds.get(name, object)):
             raise ValueError(f"{name} is {str(value)[:40]}")
-    facts["starting"], facts["whole"]
-    return dict(facts)
+    return {**facts, "starting": facts["starting"], "whole": facts["whole"], "rounds": rounds}
 
 
 class Replicas:
@@ -278,8 +286,6 @@ class Replicas:
         timeout: float,
         poll: float = POLL_SECONDS,
         flags: str = "--diloco",
-        check: Callable[[Any], Mapping[str, Any]] = check_facts,
-        watched: bool = False,
     ) -> None:
         """Take part as rank ``rank`` of a replica of ``ranks``.
 
@@ -291,17 +297,16 @@ class Replicas:
             timeout: seconds without a heartbeat after which a replica is dead; also of a transfer of one chunk.
             poll: seconds between two looks at the store.
             flags: beginning of the options of these replicas, for errors.
-            check: returns the facts of a replica, or raises ValueError, TypeError or KeyError.
-            watched: all call :meth:`watch`, so that a replica is dead once a connection of it ends.
         """
         self.rank, self.ranks, self.count, self.timeout, self.poll = rank, ranks, count, timeout, poll
         self.leader = rank == 0
-        self._flags, self._check_facts = flags, check
+        self._flags = flags
         self.index, self.id = -1, ""
         self.meter = CommMeter()
         # Number of the next attempt, and of the last one that was committed here.
         self.attempt, self.series = 0, -1
-        self._watched, self._patience = watched, CONNECT_SECONDS
+        self._watched, self._patience = False, CONNECT_SECONDS
+        self._tried, self._failures = list[Member](), 0  # members of the last attempt, and how often they failed since
         self._store = store
         self._group: tuple[tuple[Member, ...], Group] | None = None
         self._opened = -1  # attempt in which the group was opened
@@ -315,10 +320,11 @@ class Replicas:
 
         Raises:
             ReplicaError: if the server does not answer.
+            DistStoreError: if a key is not there in time.
         """
         try:
             return request(*arguments)
-        except ReplicaError:
+        except (ReplicaError, dist.DistStoreError):
             raise
         except RuntimeError as error:
             raise ServerLostError(
@@ -326,29 +332,28 @@ class Replicas:
                 f"({str(error).splitlines()[0]})"
             ) from error
 
-    def _read(self, key: str) -> str:
-        """Return a value; empty if there is none."""
-        found = self._ask(self._store.get, key) if self._ask(self._store.check, [key]) else b""
-        return found.decode(errors="replace")
+    def _read(self, *keys: str) -> list[str]:
+        """Return the values of some keys; empty for a key that is not there."""
+        if isinstance(self._store, StoreClient):
+            found = self._ask(self._store.read, keys)
+        else:
+            found = [self._ask(self._store.get, key) if self._ask(self._store.check, [key]) else b"" for key in keys]
+        return [value.decode(errors="replace") for value in found]
 
-    def _read_json(self, key: str, parse: Callable[[Any], T]) -> T:
-        """Return what ``parse`` makes of a JSON value.
+    def _parse(self, key: str, value: str, parse: Callable[[Any], T]) -> T:
+        """Return what ``parse`` makes of the JSON ``value`` of a key.
 
         Raises:
             ReplicaError: if it is not JSON, or ``parse`` raises an error.
         """
         try:
-            return parse(parse_json(self._read(key)))
-        except ReplicaError:
-            raise
+            return parse(parse_json(value))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise self._malformed(key, error) from error
-
-    def _malformed(self, key: object, error: Exception) -> ReplicaError:
-        return ReplicaError(
-            f"the replica server's value {key} is not one that replicas write ({printable(str(error))[:200]}): another "
-            f"program or version writes there; give this run a server of its own, with {self._flags}-secret-file"
-        )
+            raise ReplicaError(
+                f"the replica server's value {key} is not one that replicas write ({printable(str(error))[:200]}): "
+                "another program or version writes there; give this run a server of its own, with "
+                f"{self._flags}-secret-file"
+            ) from error
 
     def _replace(self, key: str, before: str, after: str) -> bool:
         """Set a value that is ``before`` (empty for none); return False if it is another."""
@@ -372,7 +377,8 @@ class Replicas:
             wanted = None
         mine = json.dumps(options, sort_keys=True)
         if not self._replace("options", "", mine):
-            first = self._read_json("options", lambda found: dict[str, Any](found.items()))
+            (there,) = self._read("options")
+            first = self._parse("options", there, lambda found: dict[str, Any](found.items()))
             names = [name for name in {*first, *options} if first.get(name) != options.get(name)]
             if names:
                 shown = listed([f"{n}: {first.get(n)} there, {options.get(n)} here" for n in sorted(names)])
@@ -384,8 +390,8 @@ class Replicas:
         while (waited := time.monotonic() - began) < 2 * self.timeout:
             only = wanted is not None and (required or waited < 1.5 * self.timeout)  # until its last holder is dead
             for index in [wanted] if only and wanted is not None else range(self.count):
-                holder = self._read(f"holder/{index}")
-                if (not holder or not self._is_alive(holder)) and self._replace(f"holder/{index}", holder, self.id):
+                (holder,) = self._read(f"holder/{index}")
+                if not (holder and self._alive([holder])) and self._replace(f"holder/{index}", holder, self.id):
                     self.index = index
                     threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
                     return index
@@ -396,7 +402,11 @@ class Replicas:
         raise UserError([Problem("E956", f"this replica has no place: {which}", fixes)])
 
     def watch(self) -> None:
-        """Let the replica count as dead once this process is gone, and watch the others; called after the claim."""
+        """Let the replica count as dead once this process is gone, and watch the others; called after the claim.
+
+        All replicas call it, or none. Needs a :class:`StoreClient`.
+        """
+        self._watched = True
         if isinstance(self._store, StoreClient):
             self._ask(self._store.bind, f"gone/{self.id}")
         threading.Thread(target=self._watch, name="replica watch", daemon=True).start()
@@ -410,9 +420,9 @@ class Replicas:
             if (current := self._group) is None:
                 continue
             try:
-                if self.leader and not all(map(self._is_alive, (member.id for member in current[0]))):
-                    self._ask(self._store.set, f"broken/{self._opened}", "1")
-                if self._ask(self._store.check, [f"broken/{self._opened}"]) and self._group is current:
+                if self.leader and not self._are_alive(current[0]):
+                    self._ask(self._store.set, f"{self._opened}/broken", "1")
+                if self._ask(self._store.check, [f"{self._opened}/broken"]) and self._group is current:
                     self._abort(current[1])
             except ReplicaError:  # the main thread finds out
                 return
@@ -420,7 +430,7 @@ class Replicas:
     def break_group(self) -> None:
         """Close the group after an error in it, on all ranks of all members."""
         if self._group is not None:
-            self._ask(self._store.set, f"broken/{self._opened}", "1")
+            self._ask(self._store.set, f"{self._opened}/broken", "1")
         self.close_group()
 
     def leave(self) -> None:
@@ -429,8 +439,7 @@ class Replicas:
         self.close_group()
         if self.leader and self.index >= 0:
             with suppress(ReplicaError):
-                if self._watched:
-                    self._ask(self._store.set, f"gone/{self.id}", "1")
+                self._ask(self._store.set, f"gone/{self.id}", "1")
                 self._replace(f"holder/{self.index}", self.id, "")
 
     def _beat(self) -> None:
@@ -442,23 +451,24 @@ class Replicas:
             except ReplicaError:  # the next request of the main thread reports it
                 return
 
-    def is_member_alive(self, member: Member) -> bool:
-        """Return False if a member is gone, or silent; always True for this replica."""
-        return member.id == self.id or self._is_alive(member.id)
-
-    def _is_alive(self, holder: str) -> bool:
-        """Return False for a replica whose heartbeat has not changed for ``timeout``, as watched from here.
+    def _alive(self, ids: Sequence[str]) -> set[str]:
+        """Return the replicas that are not gone, and whose heartbeat has changed within ``timeout``.
 
         Clocks of machines are not compared. A replica that is watched for the first time counts as alive.
         """
-        if self._watched and self._ask(self._store.check, [f"gone/{holder}"]):
-            return False
-        beat, now = self._read(f"beat/{holder}"), time.monotonic()
-        known = self._beats.get(holder)
-        if known is None or known[0] != beat:
-            self._beats[holder] = beat, now
-            return True
-        return now - known[1] < self.timeout
+        values = self._read(*(f"{kind}/{each}" for each in ids for kind in ("gone", "beat")))
+        found, now = set(), time.monotonic()
+        for each, gone, beat in zip(ids, values[::2], values[1::2]):
+            if self._beats.setdefault(each, (beat, now))[0] != beat:
+                self._beats[each] = beat, now
+            if not gone and now - self._beats[each][1] < self.timeout:
+                found.add(each)
+        return found
+
+    def _are_alive(self, members: Sequence[Member]) -> bool:
+        """Return True if all members but this one are alive."""
+        others = [member.id for member in members if member.id != self.id]
+        return len(self._alive(others)) == len(others)
 
     # ---- An attempt
 
@@ -476,7 +486,7 @@ class Replicas:
         starting = bool(facts["starting"])
         if starting:
             self._ask(self._store.set, f"ready/{self.id}", "1")
-            self.attempt = max(self.attempt, self._latest() + 1)
+            self.attempt = max(self.attempt, self._latest(*self._read("latest")) + 1)
         while True:
             members = self._attend(facts, stopped)
             if members is None or any(member.id == self.id for member in members):
@@ -488,34 +498,43 @@ class Replicas:
                 )
             self.attempt += 1
 
-    def _latest(self) -> int:
+    def _latest(self, value: str) -> int:
         """Return the newest attempt whose members are fixed; -1 without one."""
-        return self._read_json("latest", _count) if self._ask(self._store.check, ["latest"]) else -1
+        return self._parse("latest", value, _count) if value else -1
 
     def _attend(self, facts: Mapping[str, Any], stopped: Callable[[], bool]) -> list[Member] | None:
         key, began = f"{self.attempt}/members", time.monotonic()
         pause = self.poll * max(1, self.count * self.ranks / RANKS_PER_POLL)
+        given_up = f"stopped/{self.id}"
         if self.leader:
             self._ask(self._store.set, f"{self.attempt}/arrived/{self.id}", json.dumps(dict(facts)))
-        while not self._ask(self._store.check, [key]):
-            if self._watched and self._ask(self._store.check, [f"gone/{self.id}"]):
-                raise ReplicaError("a rank of this replica is gone, or has lost its connection to the server")
-            if facts["starting"] and self._ask(self._store.check, [f"stopped/{self.id}"]):
-                return None
-            if self.leader:
-                if facts["starting"] and self._watched:
-                    self._ask(self._store.set, KNOCK, "1")
-                if facts["starting"] and stopped():
-                    self._ask(self._store.set, f"stopped/{self.id}", "1")
-                if (found := self._arrived(began)) is not None and self._replace(key, "", json.dumps(found)):
-                    self._ask(self._store.set, "latest", str(self.attempt))
-            time.sleep(pause)
-            if self._latest() >= self.attempt + KEPT_ATTEMPTS:
+        while True:
+            members, latest, gone, stop, knock = self._read(key, "latest", f"gone/{self.id}", given_up, KNOCK)
+            if members:
+                return self._parse(key, members, self._members)
+            if self._latest(latest) >= self.attempt + KEPT_ATTEMPTS:
                 return []
-        return self._read_json(key, self._members)
+            if gone:
+                raise ReplicaError("a rank of this replica is gone, or has lost its connection to the server")
+            if stop:
+                return None
+            if self.leader and facts["starting"] and not knock:
+                self._ask(self._store.set, KNOCK, "1")
+            if self.leader and facts["starting"] and stopped():
+                self._ask(self._store.set, given_up, "1")
+            if not (self.leader and self._fix_members(key, began)):
+                time.sleep(pause)
+
+    def _fix_members(self, key: str, began: float) -> bool:
+        """Fix the members of the attempt unless others are expected; return False if this replica did not."""
+        found = self._arrived(began)
+        if found is None or not self._replace(key, "", json.dumps(found)):
+            return False
+        self._ask(self._store.set, "latest", str(self.attempt))
+        return True
 
     def _members(self, found: Any) -> list[Member]:
-        members = [Member(_count(index), str(holder), self._check_facts(facts)) for index, holder, facts in found]
+        members = [Member(_count(index), str(holder), check_facts(facts)) for index, holder, facts in found]
         indices = [member.index for member in members]
         if not members or indices != sorted({*indices}) or indices[-1] >= self.count:
             raise ValueError(f"indices {listed(indices)} of {self.count} replicas")
@@ -523,27 +542,57 @@ class Replicas:
 
     def _arrived(self, began: float) -> list[list[Any]] | None:
         """Return the replicas at this attempt as JSON; None while others are expected."""
-        found: list[list[Any]] = []
-        missing = []
-        for index in range(self.count):
-            holder = self._read(f"holder/{index}")
-            if holder and self._ask(self._store.check, [f"{self.attempt}/arrived/{holder}"]):
-                facts = self._read_json(f"{self.attempt}/arrived/{holder}", self._check_facts)
-                found.append([index, holder, facts])
-            elif holder and self._is_alive(holder):
-                missing.append(holder)
+        places = self._read(*(f"holder/{index}" for index in range(self.count)))
+        holders = {index: holder for index, holder in enumerate(places) if holder}
+        ids, kinds = [*holders.values()], (f"{self.attempt}/arrived", "gone", "ready", "took part")
+        alive, values = self._alive(ids), self._read(*(f"{kind}/{each}" for kind in kinds for each in ids))
+        found, missing = list[list[Any]](), list[tuple[str, str]]()
+        for number, (index, holder) in enumerate(holders.items()):
+            arrived, gone, ready, took_part = values[number :: len(ids)]
+            if arrived and not gone:
+                found.append([index, holder, self._parse(f"{kinds[0]}/{holder}", arrived, check_facts)])
+            elif holder in alive:
+                missing.append((ready, took_part))
         if any(facts.get("within_step") for _, _, facts in found):  # which a replica that starts cannot join
             found = [each for each in found if not each[2]["starting"]]
-            missing = [holder for holder in missing if not self._is_starting(holder)]
+            missing = [each for each in missing if each[1]]
         all_start = all(facts["starting"] for _, _, facts in found)
-        if any(all_start or self._read(f"ready/{holder}") for holder in missing):
+        if any(all_start or ready for ready, _ in missing):
             return None
         if all_start and len(found) < self.count and time.monotonic() < began + self.timeout:
             return None
         return found
 
-    def _is_starting(self, holder: str) -> bool:
-        return not self._ask(self._store.check, [f"took part/{holder}"])
+    def exchange(
+        self, members: list[Member], act: Callable[[], T], is_valid: Callable[[T], bool] = lambda found: True
+    ) -> T | None:
+        """Exchange with the members, vote and decide; return the result, or None if the attempt is aborted.
+
+        Args:
+            members: of the attempt.
+            act: exchanges tensors.
+            is_valid: returns False for a result that must end all members.
+
+        Raises:
+            ReplicaError: if the result is not valid, or too many attempts of the same members fail.
+            RuntimeError: of ``act``, unless a peer was lost.
+        """
+        self._failures = self._failures + 1 if members == self._tried else 0
+        self._tried, found = members, None
+        if self._failures == MAX_FAILURES:
+            raise ReplicaError(f"{counted(MAX_FAILURES, 'exchange')} in a row failed, although all replicas are alive")
+        try:
+            found = act()
+        except ReplicaError:
+            raise
+        except RuntimeError as error:
+            self.abort()
+            self.break_group()
+            if not is_peer_lost(error):
+                raise
+        else:
+            self.vote(members, is_valid(found))
+        return found if self.decide(members) else None
 
     def vote(self, members: Sequence[Member], valid: bool = True) -> None:
         """Vote for the attempt: this rank has all that it needs. If that is not ``valid``, all members end."""
@@ -564,10 +613,10 @@ class Replicas:
         """
         key = f"{self.attempt}/decision"
         while not self._ask(self._store.check, [key]):
-            if self.leader and not all(self._is_alive(member.id) for member in members if member.id != self.id):
+            if self.leader and not self._are_alive(members):
                 self.abort()
             time.sleep(self.poll)
-        decision = self._read(key)
+        (decision,) = self._read(key)
         if decision == NOT_FINITE:
             raise ReplicaError(
                 "the mean of the replicas is not finite, although what each reported is: one of them computes or sends "
@@ -575,8 +624,8 @@ class Replicas:
             )
         committed = decision == "commit"
         if committed:
-            self.series = self.attempt
-            if self._watched and self.leader:
+            self.series, self._tried, self._patience = self.attempt, [], CONNECT_SECONDS
+            if self.leader:
                 self._ask(self._store.set, f"took part/{self.id}", "1")
         else:
             self.close_group()
@@ -605,9 +654,9 @@ class Replicas:
                 self._ask(self._store.delete_key, old)  # all that vote now have read it
         while True:
             with suppress(dist.DistStoreError):
-                self._store.wait([key], timedelta(seconds=BLOCKED_SECONDS))
-                return self._read(key)
-            if not all(self._is_alive(member.id) for member in members if member.id != self.id):
+                self._ask(self._store.wait, [key], timedelta(seconds=BLOCKED_SECONDS))
+                return self._read(key)[0]
+            if not self._are_alive(members):
                 self._replace(key, "", "abort")
 
     def finish(self) -> None:
@@ -622,7 +671,7 @@ class Replicas:
         """Wait until the run has finished, or this replica is the first member left; return how many are left."""
         left = [*members]
         while left[0].id != self.id and not self.has_finished():
-            if not self._is_alive(left[0].id) and not self.has_finished():
+            if not self._alive([left[0].id]) and not self.has_finished():
                 left.pop(0)
             time.sleep(self.poll)
         return len(left)
@@ -649,16 +698,16 @@ class Replicas:
             return Group(axes=AXES, meter=self.meter)
         prefix = distributed_c10d.PrefixStore(f"{self.attempt}/group/{self.rank}", self._store)
         self._opened, size = self.attempt, len(members)
-        if isinstance(self._store, StoreClient) and self._watched:
+        if self._watched and isinstance(self._store, StoreClient):
             ends = [f"{self.attempt}/decision", *(f"gone/{member.id}" for member in members)]
             self._store.given_up = partial(self._store.check_any, ends)
         gloo = dist.ProcessGroup.BackendType.GLOO
         handle = dist.ProcessGroup(prefix, mine, size)
         patience = min(self.timeout, self._patience) if self._watched else self.timeout
-        self._patience *= 2  # until a group is open: gloo tries for as long as this to reach a member that is gone
+        # Until a commit, on all members alike: gloo tries for as long as this to reach a member that is gone.
+        self._patience *= 2
         backend = dist.ProcessGroupGloo(prefix, mine, size, timedelta(seconds=patience))
         backend._set_default_timeout(timedelta(seconds=self.timeout))
-        self._patience = CONNECT_SECONDS
         handle._set_default_backend(gloo)
         handle._register_backend(torch.device("cpu"), gloo, backend)
         # as new_group registers those of the world, for get_backend and the ranks of a source

@@ -23,7 +23,7 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.files import read_small
 from megatron.config.text import counted, echo, format_bytes, printable
 
-GREETING = b"megatron replica store 2\n"
+GREETING = b"megatron replica store 3\n"
 NONCE_BYTES = MAC_BYTES = 32
 
 SECRET_BYTES = 16
@@ -231,8 +231,8 @@ class StoreServer:
             match fields:
                 case [b"hello"] | [b"bind", _]:
                     return [b"ok"]
-                case [b"get", key]:
-                    return [b"ok", self._values[key]] if key in self._values else [b"none"]
+                case [b"read", *keys]:
+                    return [b"ok", *(self._values.get(key, b"") for key in keys)]
                 case [b"check", *keys]:
                     return [b"ok" if all(key in self._values for key in keys) else b"none"]
                 case [b"wait", _, *keys]:

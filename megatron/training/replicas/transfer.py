@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +17,6 @@ from megatron.distributed.comm import Group
 
 CHUNK_BYTES = 1 << 26
 """Bytes exchanged at a time: a long transfer consists of short ones, each of which may time out."""
-
-MAX_FAILURES = 30
-"""Failed attempts in a row with the same members, each of which is alive, after which a replica gives up."""
 
 
 def ordered_sum(x: Tensor, group: Group) -> Tensor:
@@ -45,8 +43,8 @@ def copy_to_peers(tensors: Iterable[Tensor], group: Group, source: int, targets:
         source: rank in the group that sends.
         targets: ranks in the group that receive.
     """
-    for tensor in tensors:
-        host = tensor.detach().cpu().contiguous().view(-1)
+    for bunch in _bunches(tensors):
+        host = torch.cat([tensor.detach().cpu().reshape(-1) for tensor in bunch])
         for chunk in host.split(CHUNK_BYTES // host.itemsize):
             sent = [(chunk, rank) for rank in targets] if group.rank == source else []
             received = [(chunk, source)] if group.rank in targets else []
@@ -54,7 +52,30 @@ def copy_to_peers(tensors: Iterable[Tensor], group: Group, source: int, targets:
             comm.all_reduce(torch.zeros(1), group)
         if group.rank in targets:
             with torch.no_grad():
-                tensor.copy_(host.view(tensor.shape))
+                for tensor, value in zip(bunch, host.split([tensor.numel() for tensor in bunch])):
+                    tensor.copy_(value.view(tensor.shape))
+
+
+def _bunches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield together what has one type and ``CHUNK_BYTES`` at most: a transfer waits for all ranks twice."""
+    bunch, size = list[Tensor](), 0
+    for tensor in tensors:
+        if bunch and (tensor.dtype != bunch[0].dtype or size + tensor.nbytes > CHUNK_BYTES):
+            yield bunch
+            bunch, size = [], 0
+        bunch.append(tensor)
+        size += tensor.nbytes
+    if bunch:
+        yield bunch
+
+
+def hash_of(tensors: Mapping[str, Tensor]) -> int:
+    """Return a hash of names and bits."""
+    digest = hashlib.blake2b(digest_size=6)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
 
 
 def shared_options(config: RunConfig, world_size: int) -> dict[str, Any]:

@@ -225,8 +225,8 @@ def test_a_run_of_another_length_keeps_its_samples(data: DataConfig, iters: int)
     held = len(source.datasets["train"])
     more = (8 * iters - held,) if 8 * iters > held else ()
     assert other.segments == {"train": (400, *more), "valid": (72,), "test": (24,)}
-    assert [note for note in other.notes if note.endswith(" more follow")] == [
-        f"the training data were planned for 400 samples; {count:,} more follow" for count in more
+    assert [note for note in other.notes if note.endswith(" follow")] == [
+        f"the training data keep the order that was planned; {count:,} further samples follow" for count in more
     ]
 
 

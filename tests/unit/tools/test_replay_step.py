@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("replay") / "run"
     outcome = start(tiny_run(folder, f"{SAVES} --save {folder}/saved"), before_step(STEP, nan_in_embedding))
     assert outcome.status == 1
-    ((incident, _),) = read_incidents(folder)
+    ((incident, found),) = read_incidents(folder)
+    assert (outcome.out + outcome.err).count(found.sentence) == 1
     assert f"take the step again: python tools/replay_step.py {incident}\n" in outcome.err
     assert f"; {incident}\n" in (folder / "incidents.md").read_text()
     return folder
@@ -95,6 +97,17 @@ def test_a_mean_of_steps_is_taken_again_from_before_its_first(
     status, text = replayed(capsys, tmp_path, "--step", 4)
     assert status == 0, text
     assert "steps 3 to 4: loss" in text
+
+
+def test_the_debugger_is_entered_before_the_module_in_the_last_step_alone(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each micro-batch."""
+    entered = list[str]()
+    monkeypatch.setattr(sys, "breakpointhook", lambda: entered.append("here"))
+    status, text = replayed(capsys, run, "--step", 5, "--stop-at", EMBEDDING, "--checkpoint", "none")
+    assert status == 0, text  # the NaN step is not in the log
+    assert len(entered) == 4
 
 
 @pytest.mark.parametrize(

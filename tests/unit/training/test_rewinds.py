@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,7 +23,9 @@ from megatron.training.components.spikes import SpikeCheck
 from megatron.training.incidents import read_incidents, read_step_record
 from megatron.training.loggers.run_folder import read_history
 from megatron.training.resume_source import find_resume_source
+from megatron.training.start import read_start
 from megatron.training.trainer import Trainer
+from tests.kit.runs import FLAGS as KIT_FLAGS
 from tests.kit.runs import (
     KilledError,
     Outcome,
@@ -75,7 +78,8 @@ def test_a_run_that_goes_back_equals_one_that_is_started_by_hand(tmp_path: Path,
     with spoiled_sample(in_step(plain, 7)):
         outcome = start(tiny_run(folder, run_flags(folder, NONFINITE)))
     assert outcome.status == 0
-    assert "goes back from step 7 to step 4, and leaves out the samples 16:28" in outcome.out
+    went_back = "goes back from step 7 to step 4, and leaves out the samples 16:28"
+    assert went_back in outcome.out
     hand = by_hand(tmp_path / "hand", folder, 4, "16:28", FLAGS)
     assert hand.status == 0
     assert {step: hand.samples[step] for step in range(5, 11)} == {s: outcome.samples[s] for s in range(5, 11)}
@@ -85,6 +89,25 @@ def test_a_run_that_goes_back_equals_one_that_is_started_by_hand(tmp_path: Path,
     (incident,) = [incident for _, incident in read_incidents(folder)]
     assert (incident.kind, incident.step, incident.facts["places"]) == ("nonfinite", 7, [24, 28])
     assert "output of layers.0.input_layernorm, micro-batch 1, samples [25]" in incident.sentence
+    check_log_of_a_rewind(folder, outcome.out.partition(went_back)[2].splitlines()[1:])
+    start_flags = f"{run_flags(folder)} --check-config".split()
+    with patch.dict(os.environ, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"):
+        preview = read_start([*KIT_FLAGS.split(), *start_flags]).parsed
+    assert "has gone back 1 time: leaves out the samples 16:28" in preview.notes
+    assert preview.config.data.skip_samples == ("16:28",)
+
+
+def check_log_of_a_rewind(folder: Path, lines: list[str]) -> None:
+    """Check that nothing reads like another start: the console after the line on the rewind, journal, files."""
+    before_training = lines[: next(i for i, line in enumerate(lines) if " tok | " in line)]
+    passed_over = f"passed over {folder}/saved/iter_0000006: "
+    assert len(before_training) == 2
+    assert before_training[0].startswith(passed_over)
+    assert before_training[1].startswith(f"resumed from {folder}/saved/iter_0000004")
+    journal = (folder / "incidents.md").read_text()
+    assert (journal.count(": started"), journal.count(": ended")) == (1, 1)
+    assert [path.name for path in folder.iterdir() if ".1." in path.name] == []
+    assert "16:28" in (folder / "config.yaml").read_text()
 
 
 def test_the_tools_show_what_the_run_has_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,7 +222,7 @@ def test_incidents_are_listed_with_their_times(tmp_path: Path) -> None:
         "- 1970-01-02 00:00:00 step 5: skipped the updates of steps 3, 5",
         "- 1970-01-02 00:00:00 step 6: warning: the disk is full",
         "- 1970-01-02 00:00:00 step 7: error: NonFiniteError: loss",
-        "- 1970-01-02 00:00:00 step 4: started again on 1 rank, start 3 of this run, Slurm job 17 restart 2, on n[1-3]",
+        "- 1970-01-02 00:00:00 step 4: started again on 1 rank, Slurm job 17 restart 2, on n[1-3]",
         "- 1970-01-02 00:00:00 step 5: stopped by signal 15",
     ]
     assert [line.partition(" step ")[2] for line in ended] == ["7: ended by an error", "5: ended in good order"]

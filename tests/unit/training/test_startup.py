@@ -421,7 +421,7 @@ def test_facts_of_a_start() -> None:
         "torchrun-restart": 1,
         "nodes": "node[1-3]",  # those that the step runs on
     }
-    assert start_phrase(facts) == "start 7 of this run, Slurm job 17 restart 2, torchrun restart 1, on node[1-3]"
+    assert start_phrase(facts) == "Slurm job 17 restart 2, torchrun restart 1, on node[1-3]"
     assert start_phrase(start_facts({"SLURM_JOB_ID": "17"}, None)) == "Slurm job 17 restart 0"
     assert "torchrun-restart" not in start_facts(ELASTIC | {"TORCHELASTIC_RESTART_COUNT": "0"}, None)
     nodes = "node[" + ",".join(str(number) for number in range(1, 200, 2)) + "]"
@@ -434,7 +434,7 @@ def test_the_first_line_and_the_records_name_the_job(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, f"--save {tmp_path}/saved")
     with patch.dict(os.environ, JOB):
         printed = start(config)
-    assert printed.out.splitlines()[0] == "start 1 of this run, Slurm job 17 restart 2, on node[1-3]"
+    assert printed.out.splitlines()[0] == "Slurm job 17 restart 2, on node[1-3]"
     (event,) = [record for record in records(tmp_path, "event") if record["event"] == "start"]
     assert (event["slurm-job"], event["epoch"]) == ("17", 1)
     assert "Slurm job 17 restart 2" in (tmp_path / "incidents.md").read_text().splitlines()[0]
