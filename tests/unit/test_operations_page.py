@@ -77,6 +77,7 @@ class Case:
         row: of the page.
         site: a finished run, its data and its tokenizer; not to be changed.
         folder: of this test.
+        failed: a run whose third step is NaN; not to be changed.
         words: what the capital words of commands stand for.
         flags: what `...` stands for.
     """
@@ -84,6 +85,7 @@ class Case:
     row: Row
     site: Path
     folder: Path
+    failed: Path
     words: dict[str, str] = field(default_factory=dict)
     flags: str = ""
 
@@ -152,6 +154,15 @@ def flags_of(root: Path, steps: int = STEPS) -> str:
     return f"{MODEL} {data} --train-iters {steps} --log-interval 1"
 
 
+@pytest.fixture(scope="module")
+def failed(site: Path) -> Path:
+    """A run whose third step is NaN."""
+    folder = site / "failed"
+    shown = call("pretrain_gpt.py", f"{flags_of(site)} --run-dir {folder}".split(), before_step(3, spoil_step))
+    assert shown.status == 1, shown.text
+    return folder
+
+
 Exercise = Callable[[Case], None]
 EXERCISES: dict[str, Exercise] = {}
 
@@ -168,7 +179,7 @@ def exercise(*sees: str) -> Callable[[Exercise], Exercise]:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.sees)
 def test_the_command_shows_what_the_row_promises(
-    row: Row, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    row: Row, site: Path, failed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_health, "SECONDS", 0.02)
     words = {
@@ -181,9 +192,8 @@ def test_the_command_shows_what_the_row_promises(
         "SAVE-2": f"{tmp_path}/saved-2",
         "N": "2",
     }
-    EXERCISES[row.sees](
-        Case(row, site, tmp_path, dict(sorted(words.items(), key=lambda w: -len(w[0]))), flags_of(site))
-    )
+    words = dict(sorted(words.items(), key=lambda word: -len(word[0])))
+    EXERCISES[row.sees](Case(row, site, tmp_path, failed, words, flags_of(site)))
 
 
 def test_every_row_has_a_test_and_every_test_a_row() -> None:
@@ -390,31 +400,22 @@ def _(case: Case) -> None:
 # ---- Crashes
 
 
-def failed_run(case: Case) -> Path:
-    """A run whose third step is NaN."""
-    folder = case.folder / "failed"
-    shown = call("pretrain_gpt.py", f"{case.flags} --run-dir {folder}".split(), before_step(3, spoil_step))
-    assert shown.status == 1, shown.text
-    case.words["RUN"] = str(folder)
-    return folder
-
-
 @exercise("many tracebacks, or none")
 def _(case: Case) -> None:
-    failed_run(case)
+    case.words["RUN"] = str(case.failed)
     line = json.loads(case.run().text)
     assert (line["rank"], line["kind"]) == (0, "nonfinite")
 
 
 @exercise("it stopped at night")
 def _(case: Case) -> None:
-    failed_run(case)
+    case.words["RUN"] = str(case.failed)
     assert re.search(r"step 3.*(error|nonfinite|not finite)", case.run().text)
 
 
 @exercise("the messages of one rank")
 def _(case: Case) -> None:
-    failed_run(case)
+    case.words["RUN"] = str(case.failed)
     shown = case.run()
     assert re.search(r"rank 0 of 1 on .*\n(.*\n)*error: .*not finite", shown.text)
 
@@ -443,7 +444,7 @@ def _(case: Case) -> None:
 @exercise("another exit status than 0")
 def _(case: Case) -> None:
     assert json.loads(case.run().text)["iteration"] == STEPS
-    failed_run(case)
+    case.words["RUN"] = str(case.failed)
     assert case.run().status == 1
 
 
