@@ -226,7 +226,8 @@ class ReplayCheck(Component):
         trainer, world = self._trainer, self._trainer.mesh.world
         step = trainer.iteration + bool(records)
         classes = [next(i for i, a in enumerate(records) if first_difference(a, b) is None) for b in records]
-        by_rank = comm.all_gather_objects([classes, [[*copy] for copy in copies]], world)
+        own: list[Any] = [classes, [[*copy] for copy in copies]]
+        by_rank = comm.all_gather_objects(own, world)
         odd, pair = None, None
         if records:
             odd = odd_one_out([each for each, _ in by_rank])
