@@ -226,8 +226,7 @@ class ReplayCheck(Component):
         trainer, world = self._trainer, self._trainer.mesh.world
         step = trainer.iteration + bool(records)
         classes = [next(i for i, a in enumerate(records) if first_difference(a, b) is None) for b in records]
-        own: list[Any] = [classes, [[*copy] for copy in copies]]
-        by_rank = comm.all_gather_objects(own, world)
+        by_rank: list[Any] = comm.all_gather_objects([classes, [[*copy] for copy in copies]], world)
         odd, pair = None, None
         if records:
             odd = odd_one_out([each for each, _ in by_rank])
