@@ -48,7 +48,7 @@ TINY = (
 )
 
 
-@pytest.mark.slow  # three minutes, most of them to start replicas
+@pytest.mark.slow  # a minute and a half, most of it to start replicas
 def test_elastic_replicas_return_in_their_jobs_or_on_other_nodes(cluster: Cluster) -> None:
     """The script of docs/elastic.md, with replicas of one rank."""
     page = (REPOSITORY / "docs" / "elastic.md").read_text()
