@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import conditions, options, run, spread, spreads
+from benchmarks.record import conditions, options, price, run, spread, spreads
 from megatron.arguments.cli import parse
 from megatron.config.run import RunConfig
 from megatron.distributed.comm import Group
@@ -220,17 +220,6 @@ def telling(log: RunLogger, args: argparse.Namespace) -> list[float]:
         for step in range(1, calls * (args.repeats + 1) + 1)
     }
     return price(log_line, calls, args.repeats)
-
-
-def price(part: Callable[[], None], calls: int, rounds: int) -> list[float]:
-    """Microseconds of a call: median, lowest and highest over rounds of many calls, after one that warms up."""
-    costs = []
-    for _ in range(rounds + 1):
-        start = time.thread_time()
-        for _ in range(calls):
-            part()
-        costs.append((time.thread_time() - start) / calls * 1e6)
-    return spread(costs[1:])
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -9,6 +9,7 @@ is an upper bound. The calls of one step are counted, and the price of each kind
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -19,11 +20,11 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.record import conditions, options, run, spread, spreads
+from benchmarks.record import conditions, options, price, run, spreads
 from megatron.arguments.cli import parse
 from megatron.distributed.comm import ALL_REDUCE, NO_CALL, Group, _Wait
 from megatron.distributed.launch import fake_process_group
-from megatron.distributed.places import ACTION, PLACE, ProcessPlace
+from megatron.distributed.places import ACTION, PLACE, PeerPlace, ProcessPlace
 from megatron.distributed.timing import NO_SPAN, Timers
 from megatron.pipeline.actions import Action
 from megatron.training.build import build_trainer
@@ -39,22 +40,12 @@ FLAGS = (
 )
 
 
-def price(act: Callable[[], object], calls: int, rounds: int) -> list[float]:
-    """Return microseconds of a call in the time of this thread: median, lowest and highest of ``rounds``."""
-    costs = []
-    for _ in range(rounds):
-        start = time.thread_time()
-        for _ in range(calls):
-            act()
-        costs.append((time.thread_time() - start) / calls * 1e6)
-    return spread(costs)
-
-
 def parts() -> dict[str, Callable[[], object]]:
     """Return what is done for a call, a wait, a phase, an action of the pipeline, and by the watchdog."""
     x, row, group = torch.zeros(1), PLACE.new_row("dp", range(RANKS)), Group()
     timers, number = Timers(0, torch.device("cpu")), Action(0, "F", 1).to_number()
     PLACE.timeout = 600.0
+    neighbour = PeerPlace(os.getpid(), *map(os.dup, PLACE.share()))
     watch = StallWatch(group)
 
     def wait() -> None:
@@ -70,7 +61,7 @@ def parts() -> dict[str, Callable[[], object]]:
         "phase": lambda: timers.enter("optimizer"),
         "action of the pipeline": act,
         "poll of the watchdog, once a second": watch.poll,
-        "reading a record, 4 times a second": PLACE.read,
+        "comparing with a neighbour, once a second": neighbour.differs,
     }
 
 

@@ -112,6 +112,17 @@ def spread(values: Sequence[float]) -> list[float]:
     return [float(f"{x:.4g}") for x in (statistics.median(values), min(values), max(values))]
 
 
+def price(part: Callable[[], object], calls: int, rounds: int) -> list[float]:
+    """Return microseconds of this thread in a call: median, lowest and highest over rounds, after a warm-up."""
+    costs = []
+    for _ in range(rounds + 1):
+        start = time.thread_time()
+        for _ in range(calls):
+            part()
+        costs.append((time.thread_time() - start) / calls * 1e6)
+    return spread(costs[1:])
+
+
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
     """Return the spread over rounds of the quotients of neighbouring measurements."""
     return spread([a / b for a, b in zip(above, below)])

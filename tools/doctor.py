@@ -105,7 +105,7 @@ def report(findings: Sequence[Finding], as_json: bool, everything: bool) -> None
         return
     shown = [f for f in findings if everything or f.group != installed.OPTIONAL or f.todo]
     echo("\n".join(lines_of(shown)).lstrip("\n"))
-    number = counts(findings)
+    number = counts(shown)
     hidden = f"; --all also shows the {left} that buy nothing here" if (left := len(findings) - len(shown)) else ""
     echo(f"\n{number['bad']} bad, {number['note']} notes, {number['ok']} ok{hidden}")
 

@@ -22,7 +22,7 @@ from megatron.arguments.sources import (
     from_mapping,
     resolve,
 )
-from megatron.arguments.validate import is_met
+from megatron.arguments.validate import find_problems, is_met
 from megatron.checkpoint.errors import describe_findings
 from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.batch import schedule_lengths
@@ -117,6 +117,7 @@ def compare_configs(
     begin: tuple[int, int] = (0, 0),
     own: bool = False,
     name: str = "checkpoint",
+    world_size: int | None = None,
 ) -> ConfigComparison:
     """Compare a run with the checkpoint that it is about to load.
 
@@ -129,6 +130,7 @@ def compare_configs(
             its schedule follow from them.
         own: the checkpoint is in the run's own ``save`` folder.
         name: name of ``saved`` in messages.
+        world_size: number of ranks of the run, with which a suggested fix has to be valid, too; None if it is unknown.
     """
     entries, unknown = _known_and_unknown(saved)
     readable = _readable(entries, name)
@@ -161,6 +163,9 @@ def compare_configs(
             back = _flags_to_restore([field for field in refused if field not in unreadable], before, after)
             if forgotten and unreadable.keys() & {*refused}:
                 back = f"{back} --plugin {' '.join(dict.fromkeys((*(after['plugin'] or ()), *forgotten)))}".lstrip()
+            elif back and role is Role.SCHEDULE and world_size is not None:  # a batch has to fit the ranks
+                restored = build_config({**after, **{field: before[field] for field in refused}})
+                back = _completed(back, resolve(restored, world_size), world_size)
             fixes = (*filter(None, [back]), *resume_mode_fixes(role, now.checkpoint, own))
             details = "; ".join(changes[field] for field in refused)
             problems.append(Problem(code, f"{sentence.format(name)}: {details}", fixes))
@@ -189,6 +194,16 @@ def _flags_to_restore(names: Iterable[str], before: Values, after: Values) -> st
             else:
                 words.append(setting.spell(value))
     return " ".join(dict.fromkeys(words))
+
+
+def _completed(flags: str, config: RunConfig, world_size: int) -> str:
+    """Return flags with those that ``config``, which they give, needs besides; empty if no others make it valid."""
+    for problem in find_problems(config, world_size):
+        others = (fix for fix in problem.fixes if fix.startswith("--") and fix.split()[0] not in flags.split())
+        if not (more := next(others, "")):
+            return ""
+        flags = f"{flags} {more}"
+    return flags
 
 
 def resume_mode_fixes(role: Role, options: CheckpointConfig, own: bool) -> Iterator[str]:

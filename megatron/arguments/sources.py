@@ -283,4 +283,5 @@ def to_yaml(config: RunConfig) -> str:
     """Return the whole configuration as a file for ``--config``."""
     import yaml
 
-    return yaml.safe_dump(to_dict(config), sort_keys=False, default_flow_style=None)
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return str(yaml.dump(to_dict(config), Dumper=dumper, sort_keys=False, default_flow_style=None))

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.rendezvous import rendezvous
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
@@ -58,8 +59,7 @@ def init_distributed(backend: str | None, timeout: timedelta, device: torch.devi
     os.environ.setdefault("MASTER_ADDR", str(launch.master))
     os.environ.setdefault("MASTER_PORT", str(launch.port))
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
-    # the agents of torchrun have found each other, and host a store, before they start ranks
-    store = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else open_store(launch, timeout)
+    store = open_store(launch, timeout)
     dist.init_process_group(chosen, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 
 
@@ -103,9 +103,9 @@ def _wait_for_ranks(
 def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Store:
     """Connect to the store at ``MASTER_ADDR:MASTER_PORT``, which rank 0 hosts, and wait until all ranks have.
 
-    The store has no password. If ``MASTER_ADDR`` is an IP address, rank 0 listens on that one only; a name may stand
-    for another address on its own machine than elsewhere. Rank 0, and the first rank of a machine that cannot reach
-    it, print which ranks are missing.
+    The agents of torchrun host a store themselves. The store has no password. If ``MASTER_ADDR`` is an IP address,
+    rank 0 listens on that one only; a name may stand for another address on its own machine than elsewhere. Rank 0, and
+    the first rank of a machine that cannot reach it, print which ranks are missing.
 
     Raises:
         UserError: when rank 0 cannot listen at the port, or another process has this rank.
@@ -113,13 +113,32 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Stor
     """
     host, size = os.environ["MASTER_ADDR"], launch.world_size
     waiting = f"{size} ranks at {host}:{launch.port}", time.monotonic() + timeout.total_seconds()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = next(iter(rendezvous("env://", launch.rank, size, timeout=timeout)))[0]
+        store.set(f"joined/{launch.rank}", "")  # ranks that start again may have the same store
+    else:
+        store = _host_or_reach_store(launch, timeout, *waiting)
+
+    def missing() -> list[int]:
+        return [rank for rank in range(size) if not store.check([f"joined/{rank}"])]
+
+    if launch.rank == 0:
+        _wait_for_ranks(lambda: not missing(), missing, *waiting, reports=True)
+        store.set("joined/all", "")
+    _wait_for_ranks(lambda: store.check(["joined/all"]), missing, *waiting, reports=False)
+    return store
+
+
+def _host_or_reach_store(launch: Launch, timeout: timedelta, place: str, end: float) -> dist.distributed_c10d.Store:
+    """Host the store on rank 0, and connect to it elsewhere; see :func:`open_store`."""
+    host = os.environ["MASTER_ADDR"]
     if launch.rank:
-        _wait_for_ranks(lambda: _is_listening(host, launch.port), lambda: [0], *waiting, launch.local_rank == 0)
+        _wait_for_ranks(lambda: _is_listening(host, launch.port), lambda: [0], place, end, launch.local_rank == 0)
     try:
         store: dist.distributed_c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             launch.port,
-            size,
+            launch.world_size,
             launch.rank == 0,
             timeout=timeout,
             wait_for_workers=False,
@@ -135,14 +154,6 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Stor
     if store.add(f"joined/{launch.rank}", 1) > 1:
         sentence = f"another process at {host}:{launch.port} is rank {launch.rank}, too"
         raise UserError([Problem("E013", sentence, ("a RANK of its own for each process",))])
-
-    def missing() -> list[int]:
-        return [rank for rank in range(size) if not store.check([f"joined/{rank}"])]
-
-    if launch.rank == 0:
-        _wait_for_ranks(lambda: not missing(), missing, *waiting, reports=True)
-        store.set("joined/all", "")
-    _wait_for_ranks(lambda: store.check(["joined/all"]), missing, *waiting, reports=False)
     return store
 
 

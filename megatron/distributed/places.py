@@ -188,7 +188,11 @@ class ProcessPlace:
 
     def read(self) -> dict[str, Any]:
         """Return this process's place."""
-        return decode(bytes(self._bytes))
+        return decode(self.content())
+
+    def content(self) -> bytes:
+        """Return a copy of the record."""
+        return bytes(self._bytes)
 
     def snapshot(self) -> bytes:
         """Return what changes when the rank makes progress."""
@@ -217,6 +221,9 @@ class PeerPlace:
     # The number of a process that has ended may be given to another one: when this one began, and its descriptor.
     began: str = field(init=False)
     handle: int = field(init=False)
+    # Rows of the groups that both processes have, and how many rows each had when these were found.
+    _shared: list[tuple[int, int]] = field(init=False, default_factory=list)
+    _rows: tuple[int, int] = field(init=False, default=(0, 0))
 
     def __post_init__(self) -> None:
         self.began, self.handle = process_status(self.process)[1], os.pidfd_open(self.process)
@@ -234,6 +241,24 @@ class PeerPlace:
     def read(self) -> dict[str, Any]:
         """Return the place, with what the kernel knows of the process."""
         return {**decode(os.pread(self.record, SIZE, 0)), "state": self.state()}
+
+    def differs(self) -> bool:
+        """Return True if it and this process seem to have called different collectives; cheap enough for every second.
+
+        Signatures are of all calls, so those of the last common call are compared. Both may be writing meanwhile.
+        """
+        record = os.pread(self.record, SIZE, 0)
+        mine, theirs = PLACE.slots, memoryview(record).cast("q")
+        if (rows := (mine[ROWS], theirs[ROWS])) != self._rows:
+            self._rows = rows
+            own_rows, other_rows = _rows_by_group(PLACE.content()), _rows_by_group(record)
+            self._shared = [(row, other_rows[group]) for group, row in own_rows.items() if group in other_rows]
+        for own, other in self._shared:
+            calls = mine[own + CALLS], theirs[other + CALLS]
+            at = ROW_HEADER + min(calls) % RING * ENTRY + 2
+            if min(calls) > 0 and max(calls) - min(calls) < RING - 1 and mine[own + at] != theirs[other + at]:
+                return True
+        return False
 
     def slot(self, number: int) -> int:
         """Return a slot of the header."""
@@ -274,6 +299,16 @@ def _text(record: bytes, offset: int) -> str:
     return record[offset : record.index(b"\0", offset)].decode() if TEXTS <= offset < SIZE else ""
 
 
+def _rows_by_group(record: bytes) -> dict[str, int]:
+    """Return the row of each group, by its text."""
+    slots = memoryview(record).cast("q")
+    return {_text(record, slots[row + INFO]): row for row in _rows(slots)}
+
+
+def _rows(slots: memoryview) -> range:
+    return range(HEADER + ROW, HEADER + min(slots[ROWS], MAX_ROWS) * ROW, ROW)
+
+
 def _info(record: bytes, offset: int) -> dict[str, Any]:
     info: dict[str, Any] = json.loads(_text(record, offset) or '{"axes": "", "ranks": [], "channel": false, "use": 0}')
     if isinstance(packed := info["ranks"], Mapping):
@@ -294,7 +329,7 @@ def decode(record: bytes) -> dict[str, Any]:
     ``awaited`` (None, or a call with its ``number``) and ``last``, calls by number, each with ``signature``.
     """
     slots, groups = memoryview(record).cast("q"), []
-    for row in range(HEADER + ROW, HEADER + min(slots[ROWS], MAX_ROWS) * ROW, ROW):
+    for row in _rows(slots):
         calls, awaited = slots[row + CALLS], slots[row + AWAITED]
         last = {}
         for number in range(max(1, calls - RING + 2), calls + 1):  # the oldest may be overwritten meanwhile

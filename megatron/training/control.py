@@ -46,7 +46,6 @@ class Requests(NamedTuple):
     pipeline: int = 0  # steps of a pipeline timeline
     save: int = 0  # a checkpoint
     evaluate: int = 0  # an evaluation of the validation data
-    stacks: int = 0  # the stacks of every rank, in its log
     log_interval: int = 0  # steps between log lines
     log_level: int = 0  # of Python's logging, in the log of each rank
 
@@ -84,7 +83,6 @@ COMMANDS: Mapping[str, Command] = {
         (1, MAX_PROFILE_STEPS),
         DEFAULT_PROFILE_STEPS,
     ),
-    "stacks": Command("stacks", "write the Python stacks of every rank into its log"),
     "log-interval": Command("log_interval", "write a log line every N steps from now on", (1, 1_000_000), 0),
     "log-level": Command("log_level", "level of Python's logging in the logs of the ranks", words=LEVELS, default=0),
 }

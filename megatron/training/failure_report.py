@@ -174,7 +174,7 @@ def explain_error(error: BaseException) -> str:
     if isinstance(error, EXPECTED_ERRORS):
         text = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
     elif is_peer_lost(error):
-        text = f"{lost_contact(error) or LOST_CONTACT}\n  {error}"
+        text = lost_contact(error) or f"{LOST_CONTACT}\n  {error}"
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
     return redact(text)

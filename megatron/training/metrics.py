@@ -28,7 +28,7 @@ from megatron.config.run import RunConfig
 from megatron.data.dataset import SPLIT_LABELS, split_kind, validation_set_name
 from megatron.distributed import comm
 from megatron.distributed.comm import BUBBLE, Group
-from megatron.distributed.timing import CUDA_GRAPH_PHASES, Timers
+from megatron.distributed.timing import CUDA_GRAPH_PHASES, PHASES, Timers
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.planner.flops import FlopsPerToken
 from megatron.planner.hardware import driver_accelerator
@@ -40,8 +40,8 @@ class Goodput:
     """Productive seconds of a run, divided by all seconds since its first start.
 
     Steps lost in a crash do not count, because this state is restored from the checkpoint; nor does the time of
-    starting, loading, evaluating, saving, and between two starts. Waiting for data or for other ranks within a step
-    does count.
+    starting, loading, evaluating, saving, of a step that fails or stalls, and between two starts. Waiting for data or
+    for other ranks within a step does count.
     """
 
     def __init__(self, started: float | None = None) -> None:
@@ -81,7 +81,7 @@ RankStats = Mapping[str, float]
 """Measurements of one rank by the names of their metrics, per step: ``iteration-time``, ``communication-AXES`` (with
 the time blocked in the pipeline as ``communication-bubble``), ``sent-bytes-AXES``, ``TIMER-time``, and memory."""
 
-BUBBLE_TIME = f"communication-{BUBBLE}"
+BUBBLE_TIME, DATA_TIME = f"communication-{BUBBLE}", "batch-generator-time"
 
 
 def gather_rank_stats(mine: RankStats, world: Group, device: torch.device) -> list[RankStats]:
@@ -97,7 +97,7 @@ def compare_ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:
     """Return the metrics of waits, traffic and memory, without those that do not apply or were not measured."""
     fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["mem-max-allocated-bytes"])
     metrics: dict[str, Any] = {
-        "data-wait": max(rank.get("batch-generator-time", 0.0) for rank in ranks),
+        "data-wait": max((rank[DATA_TIME] for rank in ranks if DATA_TIME in rank), default=None),
         "mem-max-allocated-bytes": int(ranks[fullest]["mem-max-allocated-bytes"]),
         MEMORY_CAPACITY: int(ranks[fullest][MEMORY_CAPACITY]),
     }
@@ -211,6 +211,7 @@ class MetricsWindow:
         self._extra_names = tuple(step.extra)
         self._steps.append(torch.stack([x.detach().to(self.device, torch.float64) for x in scalars]))
         self._samples.append(samples)
+        self._add_goodput()
         if computed:
             self.computed += samples
             self._last_computed = len(self._steps) - 1
@@ -247,7 +248,8 @@ class MetricsWindow:
             samples_digest: hexadecimal digest of the samples consumed so far.
             captured: what CUDA graphs replay, a value of ``--cuda-graph``: waits and phases inside a replayed graph
                 cannot be measured and are left out.
-            alone: report this rank only, without communication. Otherwise collective over ``world``.
+            alone: report this rank only, without communication, after an error: the time since the last step, and waits
+                and phases, which have those of the step that failed, are left out. Otherwise collective over ``world``.
 
         Returns:
             Values by the names of ``METRICS``, without those that do not apply, such as communication on one rank.
@@ -255,11 +257,11 @@ class MetricsWindow:
         if not self._steps:
             raise ValueError("no step since the last log line: read the window only after add")
         losses, norms, skips, scales, nonfinite, *extra = torch.stack(self._steps, dim=1).tolist()
-        now, steps = self._add_goodput(), len(self._steps)
+        now, steps = self._last_goodput_time if alone else self._add_goodput(), len(self._steps)
         seconds = now - self._window_start
         tokens_per_second = self.computed * self.seq_length / seconds
         skipped = [i for i, skip in enumerate(skips) if skip]
-        mine = self._rank_stats(seconds / steps, captured)
+        mine = self._rank_stats(seconds / steps, captured, alone)
         with self.world.meter.paused():
             ranks = gather_rank_stats(mine, Group() if alone else self.world, self.device)
         metrics = {
@@ -291,16 +293,16 @@ class MetricsWindow:
         self.computed, self._last_computed = 0, -1
         return {name: value for name, value in metrics.items() if value is not None}
 
-    def _rank_stats(self, seconds_per_step: float, captured: str) -> RankStats:
+    def _rank_stats(self, seconds_per_step: float, captured: str, alone: bool) -> RankStats:
         """Return the measurements of this rank since the last call."""
         steps = len(self._steps)
         waits = {axes: seconds / steps for axes, seconds in self.world.meter.pop().items()}
         sent = dict.fromkeys((axes for axes in waits if axes != BUBBLE), 0.0)
         for (axes, _), count in self.world.meter.pop_bytes_sent().items():
             sent[axes] = sent.get(axes, 0.0) + count / steps
-        if self.world.size == 1 or captured == "step":
+        if self.world.size == 1 or captured == "step" or alone:
             waits, sent = {}, {}
-        replayed = CUDA_GRAPH_PHASES[captured]
+        replayed = PHASES if alone else CUDA_GRAPH_PHASES[captured]
         used, capacity = peak_memory(self.device)
         return {
             "iteration-time": seconds_per_step,

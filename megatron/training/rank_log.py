@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TextIO
 
 from megatron.checkpoint.durable_files import make_folder
@@ -54,8 +53,8 @@ def rank_log_path(run_dir: str | Path, rank: int) -> Path:
 class RankLog:
     """The open log of this rank. A disk that fails or hangs costs one warning, and the rest of the log.
 
-    A thread of its own uses the file, because a write to a dead network disk never returns. The caller waits for it, as
-    long as the disk answers, so that the log is complete if the process is killed.
+    Each text is written by a thread, because a write to a dead network disk never returns. The caller waits for it, so
+    that the log is complete if the process is killed.
     """
 
     def __init__(self, path: Path, header: str, warn: bool) -> None:
@@ -68,14 +67,8 @@ class RankLog:
         self._warn = warn
         self._file = self._open()
         self._size = os.fstat(self._file).st_size
-        self.renew()
+        self._hangs: threading.Thread | None = None  # waits for a disk that has not answered in time
         self.write(f"{'' if self._size == 0 else chr(10)}==== {time.strftime('%Y-%m-%d %H:%M:%S %z')} {header}\n")
-
-    def renew(self) -> None:
-        """Begin without a thread, also in a forked process, which has none."""
-        self._thread: threading.Thread | None = None
-        self._acts: SimpleQueue[tuple[Callable[[], object], threading.Event] | None] = SimpleQueue()
-        self._hangs: threading.Event | None = None  # of the act that the disk has not answered in time
 
     def _open(self) -> int:
         if self.path.exists() and self.path.stat().st_size >= MAX_BYTES // 2:
@@ -83,31 +76,19 @@ class RankLog:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         return os.open(self.path, flags, private_mode(self.path.parent, PRIVATE_FILE))
 
-    def _work(self, acts: SimpleQueue[tuple[Callable[[], object], threading.Event] | None]) -> None:
-        while (item := acts.get()) is not None:
-            act, done = item
-            act()
-            done.set()
-
     def _do(self, act: Callable[[], object]) -> None:
-        """Act in the thread, and wait until it is done, or the disk hangs; do nothing while the disk hangs."""
-        if self._hangs is not None and not self._hangs.is_set():
+        """Act in a thread, and wait until it is done, or the disk hangs; do nothing while the disk hangs."""
+        if self._hangs is not None and self._hangs.is_alive():
             return
-        if threading.current_thread() is self._thread:  # a finalizer may warn inside of `_append`
+        thread = threading.Thread(target=act, name="rank log", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no memory for a thread, or Python ends
             act()
             return
-        if self._thread is None:
-            thread = threading.Thread(target=self._work, args=(self._acts,), name="rank log", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # no memory for a thread
-                act()
-                return
-            self._thread = thread
-        done = threading.Event()
-        self._acts.put((act, done))
-        if not done.wait(DISK_SECONDS):
-            self._hangs = done
+        thread.join(DISK_SECONDS)
+        if thread.is_alive():
+            self._hangs = thread
             self._complain("the disk does not answer")
 
     def _complain(self, reason: str) -> None:
@@ -118,10 +99,6 @@ class RankLog:
     def write(self, text: str) -> None:
         """Append a text, without credentials."""
         self._do(partial(self._append, redact(text).encode(errors="replace")))
-
-    def write_stacks(self) -> None:
-        """Append the stacks of all threads."""
-        self._do(partial(faulthandler.dump_traceback, self._file, all_threads=True))
 
     def _append(self, data: bytes) -> None:
         try:
@@ -146,14 +123,13 @@ class RankLog:
         return self._file
 
     def close(self) -> None:
-        """Close the file, and end the thread."""
+        """Close the file."""
 
         def close() -> None:
             with suppress(OSError):
                 os.close(self._file)
 
         self._do(close)
-        self._acts.put(None)
 
 
 class StderrCopy(io.TextIOBase):
@@ -188,15 +164,6 @@ class StderrCopy(io.TextIOBase):
 
 _open_log: RankLog | None = None
 """Of this process, like the handlers of ``logging``."""
-
-
-def after_fork() -> None:
-    """Let a forked process write into the log of its rank."""
-    if _open_log is not None:
-        _open_log.renew()
-
-
-os.register_at_fork(after_in_child=after_fork)
 
 
 @contextmanager
@@ -253,19 +220,13 @@ def write_text(text: str) -> None:
         _open_log.write(text)
 
 
-def write_stacks(why: str) -> tuple[bool, str]:
-    """Write the stacks of all threads of this rank into its log; return whether, and where to find them."""
+def set_level(level: int) -> tuple[bool, str]:
+    """Set the level of Python's logging, whose records go into the log; return whether, and where to find them.
+
+    Warnings go to stderr as before.
+    """
     if _open_log is None:
         return False, "there are no logs of ranks; --rank-logs and a --run-dir that can be written give some"
-    _open_log.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S %z')} {why}\n")
-    _open_log.write_stacks()
-    return True, f"the stacks of every rank are in {_open_log.path.parent}"
-
-
-def set_level(level: int) -> tuple[bool, str]:
-    """Set the level of Python's logging, whose records go into the log; warnings go to stderr as before."""
-    if _open_log is None:
-        return write_stacks("")
     _remove_handlers()
     root = logging.getLogger()
     root.addHandler(_LogHandler(level))

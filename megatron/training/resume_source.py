@@ -384,7 +384,7 @@ def compare_with_checkpoint(
     if mode == "new-phase" and own and phase and phase.get("name", "") == name:
         changes = compare_configs(manifest.config, config, "exact", begin=batches_since, own=own)
         mode = mode if changes.problems else "exact"
-    changes = compare_configs(manifest.config, config, mode, begin=batches_since, own=own)
+    changes = compare_configs(manifest.config, config, mode, begin=batches_since, own=own, world_size=world_size)
     renamed = list[Problem]()
     for_load = mode == "exact" and config.checkpoint.resume_mode == "new-phase" and config.training.phases is None
     if own and for_load and phase and phase.get("name", "") != name:

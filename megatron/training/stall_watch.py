@@ -140,9 +140,9 @@ class StallWatch:
 
         It may write its record while that is read, so two readings have to find the same difference.
         """
-        if not PLACE.peers:
+        next_rank = min(PLACE.peers, key=lambda rank: (rank < self._world.rank, rank), default=None)
+        if next_rank is None or not PLACE.peers[next_rank].differs():
             return False
-        next_rank = min(PLACE.peers, key=lambda rank: (rank < self._world.rank, rank))
 
         def difference() -> str:
             places = {self._world.rank: PLACE.read(), next_rank: PLACE.peers[next_rank].read()}

@@ -125,12 +125,12 @@ def conclude(rank: int, world_size: int, events: list[tuple[int, Event]]) -> lis
     """Return cause, place and ranks of the verdict on a step whose replays have other digests."""
     found: list[Verdict] = []
     check = ReplayCheck(build_trainer(DP2.config(), rank, world_size), 1)
-    check._record, *replays = records = [StepRecord() for _ in range(4)]
+    records = [StepRecord() for _ in range(4)]
     for number, record in enumerate(records):
         for _, event in (each for each in events if each[0] == rank):
             record.add(event, torch.ones(1) if number else torch.zeros(1))
     with patch.object(check, "_report", lambda verdict, *_: found.append(verdict)):
-        check._conclude(replays, [])
+        check._conclude(records, [])
     return [found[0].cause, found[0].place, [*found[0].ranks]]
 
 

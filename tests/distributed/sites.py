@@ -20,6 +20,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Channel, Group, Pending
 
 ROOT = Path(comm.__file__).parents[2]
+COMM = str(Path(comm.__file__).relative_to(ROOT))
 TENSOR_OPS = ("all_reduce", "all_gather", "reduce_scatter")
 OBJECT_OPS = ("all_gather_objects", "gather_objects", "broadcast_object")
 CHANNEL_OPS = ("start_send", "start_receive")
@@ -244,12 +245,11 @@ def _intercepted(handler: Operation) -> Iterator[None]:
         def wrapper(value: Any, road: Any, *rest: Any, **named: Any) -> Any:
             way = next(x for x in (road, *rest) if isinstance(x, Group | Channel))
             caller = sys._getframe(1)
-            path = Path(caller.f_code.co_filename)
+            file = caller.f_code.co_filename.removeprefix(f"{ROOT}/")
             alone = isinstance(way, Group) and way.size == 1
-            if alone or not path.is_relative_to(ROOT / "megatron") or path == Path(comm.__file__):
+            if alone or not file.startswith("megatron/") or file == COMM:
                 return original(value, road, *rest, **named)
-            site = Site(str(path.relative_to(ROOT)), caller.f_lineno, name)
-            return handler(site, original, value, road, *rest, **named)
+            return handler(Site(file, caller.f_lineno, name), original, value, road, *rest, **named)
 
         return wrapper
 

@@ -25,6 +25,7 @@ POLICIES = {
 }
 
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"
+MTP = "--mtp-num-layers 1 --position-embedding-type rope"
 LAYOUTS = {
     "dp2": "",
     "zero-1": "--use-distributed-optimizer",
@@ -34,7 +35,7 @@ LAYOUTS = {
     "pp2": "--pipeline-model-parallel-size 2",
     "cp2": "--context-parallel-size 2",
     "ep2": f"{MOE} --expert-model-parallel-size 2",
-    "pp2, mtp": "--pipeline-model-parallel-size 2 --mtp-num-layers 1",
+    "pp2, mtp": f"{MTP} --pipeline-model-parallel-size 2",
 }
 
 FAST = {("rewind a spike", "pp2"), ("rewind NaN", "zero-3"), ("skip NaN", "dp2")}
@@ -61,9 +62,7 @@ def rewinds_in(folder: Path) -> list[dict[str, Any]]:
 def test_all_ranks_act_as_one_process(pool: Pool, tmp_path: Path, policy: str, layout: str) -> None:
     """The sample in step 7 is on one data-parallel rank, and the embedding on the first stage only."""
     chosen, factor = POLICIES[policy]
-    of_model = " ".join(
-        words for name, words in {"ep2": MOE, "pp2, mtp": "--mtp-num-layers 1"}.items() if name == layout
-    )
+    of_model = " ".join(words for name, words in {"ep2": MOE, "pp2, mtp": MTP}.items() if name == layout)
     plain = start(tiny_run(tmp_path / "plain", f"{FLAGS} {of_model}"))
     tokens = in_step(plain, 7)
     runs = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,10 +36,13 @@ SHORT = {"SIGSTOP": (2, 0), "native": (3, 2), "size": (2, 0)}
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     folder = tmp_path_factory.mktemp("stalls")
-    return {
-        name: run_case(name, size, rank, MINUTES, folder / name, "--global-batch-size 6 --alert-command true")
-        for name, (size, rank) in SHORT.items()
-    }
+
+    def run(name: str) -> Ended:
+        size, rank = SHORT[name]
+        return run_case(name, size, rank, MINUTES, folder / name, "--global-batch-size 6 --alert-command true")
+
+    with ThreadPoolExecutor() as threads:  # they mostly wait
+        return dict(zip(SHORT, threads.map(run, SHORT)))
 
 
 @pytest.mark.parametrize("name", SHORT)

@@ -18,6 +18,7 @@ from contextlib import (
     suppress,
 )
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -34,6 +35,7 @@ from megatron.convert.huggingface.config import read_model_values
 from megatron.layers.norm import Residual
 from megatron.training import checkpointer, main
 from megatron.training.callbacks.profiler import is_layer
+from megatron.training.loggers.run_folder import git_state
 from megatron.training.start import read_start
 from megatron.training.trainer import Trainer
 from tests.kit.processes import ForkedProgram
@@ -107,20 +109,22 @@ def spoiled_sample(tokens: Sequence[int], factor: float = torch.nan) -> Iterator
     """Multiply the gradient of the embeddings, or by NaN these, of each micro-batch of training with these tokens."""
     original = Trainer.compute
 
-    def spoil(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        if factor != factor:
-            return output * factor
-        output.register_hook(lambda gradient: gradient * factor)
-        return output
-
     def compute(trainer: Trainer, batches: Any, loss_grad: Any, *arguments: Any) -> None:
-        data = trainer.data.datasets["train"]
-        numbers = [i for batch in batches for i in batch.sample_ids.tolist()] if loss_grad is not None else []
+        data, trains = trainer.data.datasets["train"], loss_grad is not None
+        spoiled = [trains and any(data[i].tokens.tolist() == [*tokens] for i in each.sample_ids) for each in batches]
+
+        def spoil(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            if trainer.pipeline.at is None or not spoiled[trainer.pipeline.at.microbatch]:
+                return output
+            if factor != factor:
+                return output * factor
+            output.register_hook(lambda gradient: gradient * factor)
+            return output
+
         with ExitStack() as hooks:
-            if any(data[i].tokens.tolist() == [*tokens] for i in numbers):
-                for chunk in trainer.chunks.values():
-                    if chunk.embedding is not None:
-                        hooks.enter_context(chunk.embedding.register_forward_hook(spoil))
+            for chunk in trainer.chunks.values() if any(spoiled) else ():
+                if chunk.embedding is not None:
+                    hooks.enter_context(chunk.embedding.register_forward_hook(spoil))
             original(trainer, batches, loss_grad, *arguments)
 
     with patch.object(Trainer, "compute", compute):
@@ -188,7 +192,8 @@ def start(
     plan = [Phase(run)] if isinstance(run, RunConfig) else run
     printed, place = Outcome(), {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     no_picture = patch("megatron.training.loggers.run_logger.draw_plots", lambda *arguments: None)
-    around = patch.dict(os.environ, place), no_picture, event or nullcontext(), _noting(printed.samples)
+    same_code = patch("megatron.training.loggers.run_folder.git_state", _git_state)
+    around = patch.dict(os.environ, place), no_picture, same_code, event or nullcontext(), _noting(printed.samples)
     with ExitStack() as stack, redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         for context in around:
             stack.enter_context(context)
@@ -196,6 +201,9 @@ def start(
             printed.status = main.run(plan[0].config, plan=plan)
     printed.out, printed.err = out.getvalue(), err.getvalue()
     return printed
+
+
+_git_state = cache(git_state)  # it runs two programs, which take 20 ms of each start
 
 
 @contextmanager

@@ -12,7 +12,7 @@
 #
 # DIR must be short (paths of Unix sockets end at 108 bytes) and everybody must be able to enter it (munge refuses
 # otherwise): mkdtemp in the machine's folder for temporary files and chmod 755, not pytest's tmp_path.
-# Needs root, and of Debian or Ubuntu: slurmctld slurmd slurm-client munge iproute2 (tests/slurm/install.sh).
+# Needs root, and of Debian or Ubuntu: slurmctld slurmd slurm-client munge iproute2 (tests/install.sh).
 #
 # A machine is `unshare --net --uts --mount --pid` around a bash that is its pid 1: it has its own host name, processes,
 # network (a cable to a bridge in the login node's namespace) and hosts file. SIGKILL of its pid 1 is a power failure.
@@ -41,7 +41,7 @@ check() {
     for name in slurmctld slurmd sbatch munged ip unshare nsenter setsid; do
         command -v "$name" >/dev/null || missing+=("$name")
     done
-    [ ${#missing[@]} = 0 ] || fail "not installed: ${missing[*]}." "fix: bash tests/slurm/install.sh"
+    [ ${#missing[@]} = 0 ] || fail "not installed: ${missing[*]}." "fix: bash tests/install.sh"
     # shellcheck disable=SC2016 # expanded by the inner shell
     unshare --net --uts --mount --pid --fork --kill-child bash -c '
         mount -t proc proc /proc && hostname n1 &&

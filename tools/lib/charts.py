@@ -27,6 +27,9 @@ MERGED = 0.006
 
 MAX_MARKS = 40
 
+FLAG_WIDTH = 12.0
+"""Width of a letter above a chart, of `SIZE`."""
+
 MARKS = {
     "restart": ("R", "a later start continued here, from a checkpoint"),
     "skipped": ("S", "the update of a step was left out"),
@@ -308,12 +311,14 @@ class ChartBook:
     def _flags(self, shown: Sequence[tuple[Mark, int]]) -> Iterator[str]:
         """Yield the letters above the marks, which show their texts."""
         yield '<div class="flags">'
+        place, level = -SIZE, 0
         for mark, count in shown:
             text = mark.text if count == 1 else f"{count} of: {mark.text}"
-            left = f"{self._x(mark.x) / SIZE * 100:.3f}%"
-            letter = MARKS[mark.kind][0]
-            yield f'<span class="flag {mark.kind}" data-x="{mark.x:.0f}" style="left:{left}" title="{escape(text)}">'
-            yield f"{letter}</span>"
+            level = level + 1 if self._x(mark.x) - place < FLAG_WIDTH else 0  # beside those of the same place
+            place = self._x(mark.x)
+            style = f"left:{place / SIZE * 100:.3f}%;--level:{level}"
+            yield f'<span class="flag {mark.kind}" data-x="{mark.x:.0f}" style="{style}" title="{escape(text)}">'
+            yield f"{MARKS[mark.kind][0]}</span>"
         for name, first, last in self.phases:
             left = f"{self._x((first + last) / 2) / SIZE * 100:.3f}%"
             yield f'<span class="name" data-x="{(first + last) / 2:.0f}" style="left:{left}">{escape(name)}</span>'

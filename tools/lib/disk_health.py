@@ -131,20 +131,11 @@ def data_findings(prefix: str) -> Iterator[Finding]:
         with paths[0].open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             rate = _read(file.fileno(), max(1, size))
-            places = [size * step // 64 // PAGE * PAGE for step in range(64)]
-            pauses = sorted(_page(file.fileno(), place) for place in places)
     except OSError as error:
         yield Finding(GROUP, name, BAD, f"{paths[0]} cannot be read: {error.strerror}", f"ls -l {paths[0]}")
         return
     sentence = f"{paths[0].name} ({file_system(paths[0])}, {format_bytes(size)}): {rate / 1e6:.0f} MB/s"
-    sentence += f", {1000 * pauses[31]:.2f} ms for a page"
-    yield Finding(GROUP, name, OK, sentence, facts={"read_bytes_per_s": rate, "page_s": pauses[31]})
-
-
-def _page(descriptor: int, place: int) -> float:
-    begun = time.perf_counter()
-    os.pread(descriptor, PAGE, place)
-    return time.perf_counter() - begun
+    yield Finding(GROUP, name, OK, sentence, facts={"read_bytes_per_s": rate})
 
 
 def _store(name: str, place: str, scheme: str) -> Finding:

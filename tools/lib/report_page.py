@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ MAX_PICTURE_BYTES = 2 << 20
 PNG = b"\x89PNG\r\n"
 MAX_TEXT = 2_000  # characters of a text
 NOT_MEASURED = "not measured"
+REFUSED = re.compile(r"(note: |(?!E707)E\d{3} )")  # errors of flags and files before the first step; E707 comes later
 STRIPED = ("unrecorded", "waiting", "bubble", "data")  # parts of bars on which no word can be read
 HEAT_LEVELS = (0, 25, 50, 75, 90, 110, 150, 200, 400)
 """Lower ends of the colours of a heat map, in percent of the mean load; 0 stands for an idle expert alone."""
@@ -92,7 +94,9 @@ def report_body(record: RunRecord, options: PageOptions, now: float | None = Non
     tokens = done(record)[1]
     first = float(np.nanmin(record.column("consumed-tokens"))) if record.lines else 0.0
     planned = planned_tokens(record)
-    book = ChartBook(0.0, max(tokens, first, 1.0), marks(found), phase_spans(record, tokens))
+    flags = marks(found)
+    last = max(tokens, first, 1.0, *(mark.x for mark in flags))  # what was undone happened further on
+    book = ChartBook(0.0, last, flags, phase_spans(record, tokens))
     parts = [
         *_header(record, options, hours, planned, time.time() if now is None else now),
         *_charts(record, options, book, found),
@@ -397,10 +401,12 @@ def _incidents(record: RunRecord) -> Iterator[str]:
             yield f"{short(str(incident.sentence), 400)}</summary><p>{at_or_nothing(incident.time)} "
             yield f'<a href="{escape(place)}/">{escape(place)}</a></p>'
             yield f"<pre>{short(json.dumps(incident.facts, indent=1), 20_000)}</pre></details>"
+        rows = [["failed at (UTC)", "rank", "machine", "kind", "error"]]
         for failure in record.failures[-MAX_ROWS:]:
-            text = "; ".join(f"{name} {value}" for name, value in failure.items() if not isinstance(value, list | dict))
-            yield f"<details><summary>failure: {short(text, 300)}</summary>"
-            yield f"<pre>{short(json.dumps(failure, indent=1), 20_000)}</pre></details>"
+            rank, host, kind, text = (str(failure.get(name, "")) for name in ("rank", "host", "kind", "sentence"))
+            if kind != "other" or not REFUSED.match(text):
+                rows.append([at_or_nothing(failure.get("time")), rank, host, kind, text[:MAX_TEXT]])
+        yield from html_table(rows, words=4) if len(rows) > 1 else ()
         yield "</section>"
     if record.journal:
         yield f"<details><summary>Journal ({counted(len(record.journal), 'line')} of incidents.md)</summary>"

@@ -16,6 +16,7 @@ PARTS = {
     "start-up": "from the start of the process, or of a rewind, to the first step",
     "other": "reports, callbacks and logging between steps",
     "lost": "logged steps that a restart or a rewind took again",
+    "failed": "after the last step of a start that an error ended: a step that failed or stalled",
     "unrecorded": "from the last record of a start that was killed to the next start: its last steps, and waiting",
     "waiting": "from the recorded end of a start to the next one",
 }
@@ -70,7 +71,7 @@ def run_hours(record: RunRecord) -> RunHours:
         gap = "start-up" if continues or ending == "rewind" else "waiting" if ending else "unrecorded"
         hours.parts[gap] += begins - end
         mine = number == place
-        _add_start(hours, start, begins, float((taken * share)[mine].sum()), float((taken * (1 - share))[mine].sum()))
+        _add_start(hours, start, begins, record.column("time")[mine], taken[mine], share[mine])
         end = max(begins, start.end)
         ranks = start.facts.get("world-size")
         hours.rank_seconds += (end - begins) * (ranks if isinstance(ranks, int) else 1)
@@ -85,9 +86,21 @@ def run_hours(record: RunRecord) -> RunHours:
     return hours
 
 
-def _add_start(hours: RunHours, start: Start, begins: float, kept: float, lost: float) -> None:
-    """Add the parts of one start; what is not known is ``other``."""
+def _add_start(
+    hours: RunHours, start: Start, begins: float, times: np.ndarray, taken: np.ndarray, share: np.ndarray
+) -> None:
+    """Add the parts of one start; what is not known is ``other``.
+
+    Args:
+        hours: to add to.
+        start: the start.
+        begins: when it began.
+        times: of its log lines ``[lines]``.
+        taken: seconds of the steps of each line.
+        share: of these that was kept.
+    """
     wall = max(begins, start.end) - begins
+    kept, lost = float((taken * share).sum()), float((taken * (1 - share)).sum())
     ready = min(start.start_up_time - start.start_up.get("first step", 0.0), begins + wall)
     if not start.start_up and kept + lost:  # the record is lost
         ready = max(start.time, begins)
@@ -98,6 +111,10 @@ def _add_start(hours: RunHours, start: Start, begins: float, kept: float, lost: 
         "evaluation": sum(seconds for at, seconds in start.evaluations if at > ready),
         "saving": sum(seconds for at, seconds in start.saves if at > ready),
     }
+    if start.ending == "error":
+        since = float(times[-2]) if len(times) > 1 else ready  # the error itself logs the last line
+        paused = sum(seconds for at, seconds in (*start.evaluations, *start.saves) if at > since)
+        parts["failed"] = max(0.0, start.end - since - paused - float(taken[-1:].sum()))
     known = sum(parts.values())
     if known > wall > 0:  # clocks differ by a little
         parts = {name: seconds * wall / known for name, seconds in parts.items()}

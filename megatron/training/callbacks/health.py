@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from megatron.layers.router import Router
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import sequential_schedule
 from megatron.training.callbacks.base import Callback
-from megatron.training.digests import bit_hash
+from megatron.training.digests import box_digest
 from megatron.training.metrics import StepMetrics
 from megatron.training.step import count_tokens
 from megatron.training.trainer import Trainer
@@ -349,9 +350,11 @@ def check_weight_copies(trainer: Trainer) -> None:
 def find_differing_copies(trainer: Trainer) -> list[WeightCopy]:
     """Return this rank's copies that differ from another rank's. Collective over all ranks."""
     trainer.optimizer.weights.wait()
-    # some main parameters are computed: hash them one by one
-    parts = [(what, piece, groups, bit_hash(x)) for what, piece, x, groups in _copied_parts(trainer)]
-    digests = torch.stack([digest for *_, digest in parts])
+    # some main parameters are computed: read them one by one
+    parts = [
+        (what, piece.global_box, groups, box_digest(x, piece.global_box))
+        for what, piece, x, groups in _copied_parts(trainer)
+    ]
     members: dict[tuple[int, ...], list[int]] = defaultdict(list)  # parts by the ranks that hold copies
     by_ranks: dict[tuple[int, ...], Group] = {}
     for i, (_, _, groups, _) in enumerate(parts):
@@ -360,15 +363,14 @@ def find_differing_copies(trainer: Trainer) -> list[WeightCopy]:
             by_ranks.setdefault(group.ranks, group)
     differing: set[int] = set()
     for ranks in sorted(members, key=lambda ranks: (-len(ranks), ranks)):  # in one order on all ranks
-        indices = torch.tensor(members[ranks], device=digests.device)
-        mine = digests[indices]
+        mine = torch.stack([parts[i][3] for i in members[ranks]])
         copies = comm.all_gather(mine, by_ranks[ranks]).view(len(ranks), -1)
-        differing.update(indices[(copies != mine).any(0)].tolist())
-    return [WeightCopy(parts[i][0], str(parts[i][1].global_box), int(digests[i])) for i in sorted(differing)]
+        differing.update(compress(members[ranks], (copies != mine).any(0).tolist()))
+    return [WeightCopy(parts[i][0], str(parts[i][1]), int(parts[i][3])) for i in sorted(differing)]
 
 
 def _copied_parts(trainer: Trainer) -> Iterator[tuple[str, ShardPiece, Tensor, list[Group]]]:
-    """Yield this rank's parts of all weights and main parameters, with the groups whose ranks all hold a copy."""
+    """Yield the parts of weights and main parameters that other ranks hold, too, with the groups of those that do."""
     mesh = trainer.mesh
     for name, spec in trainer.specs.items():
         share, copies = trainer.buckets.shards.get(name), mesh.optimizer_replica_group(*spec.reduce_axes)
@@ -386,7 +388,8 @@ def _copied_parts(trainer: Trainer) -> Iterator[tuple[str, ShardPiece, Tensor, l
                 groups = [data_parallel, mesh.tp_subgroup(slot.piece.tp_ranks)]
                 if spec.tied:
                     groups.append(mesh.embedding_group)
-                yield what, slot.piece, slot.view_in(tensor), [group for group in groups if group.size > 1]
+                if several := [group for group in groups if group.size > 1]:
+                    yield what, slot.piece, slot.view_in(tensor), several
 
 
 def describe_difference(what: str, by_rank: Sequence[Sequence[WeightCopy]]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megatron.data.dataset import split_kind
-from megatron.training import rank_log
 from megatron.training.checkpointer import Checkpointer
 from megatron.training.component import Component
 from megatron.training.control import COMMANDS, NO_REQUEST, ControlRequest
 from megatron.training.loop import CallbackList, evaluate_and_log, is_due
+from megatron.training.rank_log import set_level
 from megatron.training.stop import StopRequest
 from megatron.training.trainer import Trainer
 
@@ -48,13 +48,11 @@ class LiveControl(Component):
             answers["evaluate"] = self._evaluate()
         if requests.save:
             answers["save"] = self._save()
-        if requests.stacks:
-            answers["stacks"] = rank_log.write_stacks("stacks requested")
         if requests.log_interval:
             self.log.interval = requests.log_interval
             answers["log_interval"] = True, f"a log line every {requests.log_interval} steps from now on"
         if requests.log_level:
-            answers["log_level"] = rank_log.set_level(requests.log_level)
+            answers["log_level"] = set_level(requests.log_level)
         step = self._trainer.iteration
         for field, what in (("profile", "profile"), ("pipeline", "timeline of the pipeline")):
             if steps := getattr(requests, field):
@@ -95,7 +93,10 @@ class LiveControl(Component):
         trainer, progress = self._trainer, self._trainer.progress
         splits = [split for split in trainer.data.used if split_kind(split) == "valid"]
         if not splits:
-            return False, "this run has no validation data; --eval-iters and data for it give it some"
+            return (
+                False,
+                "this run has no validation data; --eval-iters N and --split 99,1,0 give it some",
+            )
         for split in splits:
             if progress.evaluated.get(split, 0) < trainer.iteration:  # not evaluated after this step as scheduled
                 evaluate_and_log(trainer, split, self.log, CallbackList(trainer, self.log))

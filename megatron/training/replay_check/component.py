@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -37,7 +36,7 @@ from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import JsonLinesLogger
 from megatron.training.metrics import StepMetrics, device_name
 from megatron.training.replay_check.recorder import GIVEN, GRADIENT, REDUCED, StepRecord, StepRecorder
-from megatron.training.replay_check.state import Finding, GatherCheck, StateAtRest, UpdateCheck
+from megatron.training.replay_check.state import Finding, Flags, GatherCheck, StateAtRest, UpdateCheck
 from megatron.training.replay_check.verdict import SOFTWARE, Difference, RankReport, Verdict, judge, odd_one_out
 from megatron.training.step import compute_gradients
 from megatron.training.step_record import gather_step_record
@@ -76,7 +75,8 @@ class ReplayCheck(Component):
         self._first = 0
         self._checks = 0
         self._due = self._calibrated = False
-        self._recording = ExitStack()
+        # Of the step that is checked, until they are read.
+        self._flags: list[Flags] = []
 
     @classmethod
     def create(cls, trainer: Trainer) -> Self | None:
@@ -114,18 +114,14 @@ class ReplayCheck(Component):
         )
         return step % self._every == 0 or step < self._first + CALIBRATING or saves
 
-    def on_step_start(self) -> None:
-        """Compare gathered weights with their owners', before a step that is checked; collective."""
+    def before_compute(self, batches: Sequence[MicroBatch], loss_grad: Tensor, tokens: Tensor) -> None:
+        """Compare gathered weights with their owners', and begin to record; collective. See :class:`Component`."""
+        self._inputs = batches, loss_grad, tokens
         self._due = self._is_due(self._trainer.iteration + 1)
         if self._due:
             self._trainer.optimizer.weights.wait()
-            self._gathered = self._gather.compare()
-
-    def before_compute(self, batches: Sequence[MicroBatch], loss_grad: Tensor, tokens: Tensor) -> None:
-        """Begin to record; see :class:`Component`."""
-        self._step = batches, loss_grad, tokens
-        if self._due:
-            self._record = self._recording.enter_context(self._recorder.recording())
+            self._flags = [self._gather.compare()]
+            self._recorder.start()
 
     def on_gradients(self, losses: dict[str, Tensor], tokens: Tensor) -> None:
         """Compute the step again, and compare; see :class:`Component`.
@@ -136,31 +132,29 @@ class ReplayCheck(Component):
         """
         if not self._due:
             return
-        self._recording.close()
-        self._recorder.record_reduced(self._record)
-        count = 1 if self._calibrated else REPLAYS
-        replays = [self._replay() for _ in range(count)]
-        device = self._trainer.device
-        flags = [self._record.differences(replays[0], device)]
-        flags += [replays[0].differences(other, device) for other in replays[1:]]
-        if self._is_any_set([*flags, self._gathered.values]):
-            replays += [self._replay() for _ in range(REPLAYS - count)]
-            self._conclude(replays, self._gathered.findings())
+        step, flags = self._recorder.finish(), self._take_flags()
+        replays = [self._replay() for _ in range(1 if self._calibrated else REPLAYS)]
+        differ = [step.differences(replay, self._trainer.device) for replay in replays]
+        if self._is_any_set([*differ, *(each.values for each in flags)]):
+            replays += [self._replay() for _ in range(REPLAYS - len(replays))]
+            self._conclude([step, *replays], flags)
         self._calibrated = True
 
     def _replay(self) -> StepRecord:
-        batches, loss_grad, tokens = self._step
-        with self._recorder.recording() as record:
-            compute_gradients(self._trainer, batches, loss_grad, tokens)
-        self._recorder.record_reduced(record)
-        return record
+        self._recorder.start()
+        compute_gradients(self._trainer, *self._inputs)
+        return self._recorder.finish()
+
+    def _take_flags(self) -> list[Flags]:
+        taken, self._flags = self._flags, []
+        return taken
 
     def replay_step(self) -> str:
         """Compare the reduced gradients with those of a replay; see :class:`Component`."""
         if not self._due:  # else it was replayed before its update
             step, replay = StepRecord(), StepRecord()
             self._recorder.record_reduced(step)
-            compute_gradients(self._trainer, *self._step)
+            compute_gradients(self._trainer, *self._inputs)
             self._recorder.record_reduced(replay)
             if self._is_any_set([step.differences(replay, self._trainer.device)]):
                 return "; its replay has other gradients: a transient fault, or an operation that is not deterministic"
@@ -169,7 +163,7 @@ class ReplayCheck(Component):
     def before_update(self, loss: Tensor | None, grad_norm: Tensor) -> Tensor | None:
         """Compare main parameters and moments with what the last update has left; see :class:`UpdateHook`."""
         if self._due:
-            self._at_rest.compare()
+            self._flags += [self._at_rest.compare()]
         return None
 
     def before_rule(self, group: ParamGroup, rule: UpdateRule, args: UpdateArgs) -> None:
@@ -180,7 +174,7 @@ class ReplayCheck(Component):
     def after_step(self, outcome: UpdateResult) -> None:
         """Repeat the update of the copies; see :class:`Component`."""
         if self._due:
-            self._updated = self._update.compare(self._trainer.device)
+            self._flags += [self._update.compare(self._trainer.device)]
         if self._is_due(self._trainer.iteration + 2):  # the next step; this one is not counted yet
             self._at_rest.remember()
 
@@ -194,11 +188,11 @@ class ReplayCheck(Component):
             return
         self._checks += 1
         self._trainer.optimizer.weights.wait()
-        left = [self._at_rest.flags(), self._updated, self._gather.compare()]
+        flags = [*self._take_flags(), self._gather.compare()]
         copies = find_differing_copies(self._trainer)
         differ = torch.full((1,), bool(copies), device=self._trainer.device)
-        if self._is_any_set([*(flags.values for flags in left), differ]):
-            self._conclude([], [finding for flags in left for finding in flags.findings()], copies)
+        if self._is_any_set([*(each.values for each in flags), differ]):
+            self._conclude([], flags, copies)
         else:
             self._clean = self._trainer.iteration
 
@@ -220,16 +214,21 @@ class ReplayCheck(Component):
     # ---- A difference
 
     def _conclude(
-        self, replays: Sequence[StepRecord], findings: Sequence[Finding], copies: Sequence[WeightCopy] = ()
+        self, records: Sequence[StepRecord], flags: Sequence[Flags], copies: Sequence[WeightCopy] = ()
     ) -> None:
-        """Find what is wrong, record it, and act on it; collective."""
+        """Find what is wrong, record it, and act on it; collective.
+
+        Args:
+            records: of the step and its replays; none once the step is counted.
+            flags: of what was compared beside them.
+            copies: of weights on this rank that differ from other ranks'.
+        """
         trainer, world = self._trainer, self._trainer.mesh.world
-        step = trainer.iteration + bool(replays)
-        records = [self._record, *replays] if replays else []
+        step = trainer.iteration + bool(records)
         classes = [next(i for i, a in enumerate(records) if first_difference(a, b) is None) for b in records]
-        by_rank = comm.all_gather_objects([classes, [[*copy] for copy in copies]], world)
+        by_rank: list[Any] = comm.all_gather_objects([classes, [[*copy] for copy in copies]], world)
         odd, pair = None, None
-        if replays:
+        if records:
             odd = odd_one_out([each for each, _ in by_rank])
             # the computation that differs and one of the others, or two replays
             pair = (records[1], records[2]) if odd is None else (records[odd], records[0 if odd else 1])
@@ -237,14 +236,14 @@ class ReplayCheck(Component):
         labels = {*comm.all_gather_objects("" if first is None else first.label, world)}
         given = set() if pair is None else differing_inputs(*pair) & labels
         found = [
-            *findings,
+            *(finding for each in flags for finding in each.findings()),
             *copies_of_minority([[WeightCopy(*copy) for copy in each] for _, each in by_rank], world.rank),
         ]
         local_rank, device = Launch.read(os.environ).local_rank, describe_device(trainer.device)
         mine = RankReport(world.rank, host_name(os.environ), local_rank, device, first, sorted(given), found)
         reports = [RankReport.from_json(each) for each in comm.all_gather_objects(mine.to_json(), world)]
-        calibrated = self._calibrated if replays else self._checks > CALIBRATING
-        verdict = judge(reports, step, len(replays), odd, calibrated)
+        calibrated = self._calibrated if records else self._checks > CALIBRATING
+        verdict = judge(reports, step, len(records) - 1, odd, calibrated)
         self._report(verdict, reports, step)
 
     def _report(self, verdict: Verdict, reports: Sequence[RankReport], step: int) -> None:
@@ -254,7 +253,7 @@ class ReplayCheck(Component):
         ends = self._policy != "report"
         if world.rank == 0 and ends and verdict.is_hardware and save is not None:
             record_corruption(parse_location(save), clean, step)
-        record = {} if run_dir is None else gather_step_record(self._trainer, self._step[0], {}, intact=False)
+        record = {} if run_dir is None else gather_step_record(self._trainer, self._inputs[0], {}, intact=False)
         if run_dir is not None and world.rank == 0:
             facts = {
                 "cause": verdict.cause,

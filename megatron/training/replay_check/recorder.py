@@ -5,7 +5,6 @@ On a GPU a digest reads a tensor once, and nothing waits for the device.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,8 +19,6 @@ from megatron.distributed.comm import Channel, CommObserver, Group
 from megatron.optimizer.grad_buffer import BucketLayout, ReduceHandle, Reduction
 from megatron.training.digests import digest
 from megatron.training.trainer import Trainer
-
-BLOCK_NAME = re.compile(r"layers\.\d+")
 
 FORWARD, BACKWARD, GRADIENT, GIVEN, GOT, REDUCED = "forward", "backward", "gradient", "given", "got", "reduced"
 """Kinds of events: output of a module, gradient of it, local gradient of a parameter, tensor given to other ranks or
@@ -72,31 +69,31 @@ class StepRecorder(CommObserver):
     """Records a step, from the start of its pipeline to its reduced gradients."""
 
     def __init__(self, trainer: Trainer) -> None:
-        """Observe the reductions of all buckets; nothing else costs anything until :meth:`recording`."""
+        """Observe the reductions of all buckets; nothing else costs anything until :meth:`start`."""
         self._trainer = trainer
         self._record: StepRecord | None = None
+        self._hooks = ExitStack()
         for bucket in trainer.buckets.buckets:
             bucket.reduction = ObservedReduction(bucket.reduction, partial(self._see_gradients, bucket.layout))
         trainer.optimizer.partial_grads.before_reduce = self._see_partial
         self._muted = False
 
-    @contextmanager
-    def recording(self) -> Iterator[StepRecord]:
-        """Record what happens inside."""
-        trainer, record = self._trainer, StepRecord()
-        self._record, self._used = record, Counter[str]()
-        trainer.mesh.meter.observer = self
-        with ExitStack() as hooks:
-            hooks.callback(self._stop)
-            for chunk in trainer.chunks.values():
-                for name, module in chunk.named_modules():
-                    if (name and next(module.children(), None) is None) or BLOCK_NAME.fullmatch(name):
-                        hooks.enter_context(module.register_forward_hook(partial(self._see_output, name)))
-            yield record
+    def start(self) -> None:
+        """Record what happens from now on."""
+        self._record, self._used = StepRecord(), Counter[str]()
+        self._trainer.mesh.meter.observer = self
+        for chunk in self._trainer.chunks.values():
+            for name, module in chunk.named_modules():
+                if name and next(module.children(), None) is None:
+                    self._hooks.enter_context(module.register_forward_hook(partial(self._see_output, name)))
 
-    def _stop(self) -> None:
+    def finish(self) -> StepRecord:
+        """Return the record since :meth:`start`, and the reduced gradients last."""
+        record, self._record = self._record or StepRecord(), None
         self._trainer.mesh.meter.observer = None
-        self._record = None
+        self._hooks.close()
+        self.record_reduced(record)
+        return record
 
     def record_reduced(self, record: StepRecord) -> None:
         """Append the reduced gradients of this rank's shards."""
@@ -113,10 +110,7 @@ class StepRecorder(CommObserver):
             if isinstance(x, Tensor) and x.numel():
                 self._add(FORWARD, name, x)
                 if x.requires_grad and x.grad_fn is not None:
-                    x.register_hook(partial(self._see_gradient, name))
-
-    def _see_gradient(self, name: str, gradient: Tensor) -> None:
-        self._add(BACKWARD, name, gradient)
+                    x.register_hook(partial(self._add, BACKWARD, name))
 
     @contextmanager
     def _see_gradients(self, layout: BucketLayout, buffer: Tensor | None) -> Iterator[None]:

@@ -13,13 +13,13 @@ from megatron.distributed.comm import Group
 from megatron.optimizer.param_groups import ParamGroup
 from megatron.optimizer.parameter_store import WeightBuffer
 from megatron.optimizer.rules import UpdateArgs, UpdateRule
-from megatron.training.digests import WORDS, word_sum, words_of
+from megatron.training.digests import digest, words_of
 from megatron.training.trainer import Trainer
 
 Finding = tuple[str, str]
 """Place, of :data:`megatron.training.replay_check.verdict.PLACES`, and text."""
 
-COPIED_ELEMENTS = 1 << 22
+COPIED_ELEMENTS = 1 << 20
 """Elements of parameters of a group whose update is repeated in a check; at least one parameter."""
 
 
@@ -42,33 +42,26 @@ class StateAtRest:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._names: list[str] = []
-        self._tensors: list[Tensor] = []
-        self._sums: Tensor | None = None
-        self._differs = torch.zeros(0, dtype=torch.bool)
+        self._digests: dict[str, Tensor] = {}
 
     def forget(self) -> None:
         """Forget the digests, because the state was set."""
-        self._sums = None
+        self._digests = {}
 
     def remember(self) -> None:
         """Take digests of all state, without waiting for the device."""
-        if self._sums is None:
-            self._collect()
-        self._sums = torch.stack([word_sum(x) for x in self._tensors])
+        self._digests = {name: digest(x) for name, x in self._state().items()}
 
-    def compare(self) -> None:
-        """Compare all state with the last digests."""
-        if self._sums is not None:
-            self._differs |= torch.stack([word_sum(x) for x in self._tensors]) != self._sums
+    def compare(self) -> Flags:
+        """Return what differs from the digests, and forget them: they are those of one update."""
+        state, before = self._state(), self._digests
+        self.forget()
+        flags = [digest(state[name]) != value for name, value in before.items()]
+        found = torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool, device=self._trainer.device)
+        names = [*before]
+        return Flags(found, lambda indices: (("state", names[i]) for i in indices))
 
-    def flags(self) -> Flags:
-        """Return what has changed between two updates since the last call."""
-        flags = Flags(self._differs.clone(), lambda found: (("state", self._names[i]) for i in found))
-        self._differs.zero_()
-        return flags
-
-    def _collect(self) -> None:
+    def _state(self) -> dict[str, Tensor]:
         optimizer = self._trainer.optimizer
         found = {f"weight {name}": x for name, x in optimizer.weights.shards.items()}
         found |= {f"frozen weight {name}": x for name, x in optimizer.weights.frozen.items()}
@@ -80,10 +73,7 @@ class StateAtRest:
                 found[f"main parameter {name}"] = optimizer.main_params[name]
         for kind, tensors in optimizer.state().items():
             found |= {f"{kind} of {name}": x for name, x in tensors.items()}
-        self._names = [name for name, x in found.items() if x.numel()]
-        self._tensors = [found[name] for name in self._names]
-        if len(self._differs) != len(self._names):
-            self._differs = torch.zeros(len(self._names), dtype=torch.bool, device=self._trainer.device)
+        return found
 
 
 class UpdateCheck:
@@ -120,10 +110,9 @@ class UpdateCheck:
         for group, rule, repeated, args, again, chosen in self._copies:
             repeated.update(again)
             for place, index in enumerate(chosen):
-                pairs = [
-                    (group.names[index], rule.params[index], repeated.params[place]),
-                    (f"weight {group.names[index]}", args.weights[index], again.weights[place]),
-                ]
+                pairs = [(group.names[index], rule.params[index], repeated.params[place])]
+                if args.weights[index] is not rule.params[index]:
+                    pairs.append((f"weight {group.names[index]}", args.weights[index], again.weights[place]))
                 for kind, tensors in rule.state.items():
                     pairs.append((f"{kind} of {group.names[index]}", tensors[index], repeated.state[kind][place]))
                 names += [name for name, _, _ in pairs]
@@ -151,12 +140,7 @@ class GatherCheck:
         places: list[tuple[WeightBuffer, int]] = []
         flags = [torch.zeros(0, dtype=torch.bool, device=self._device)]
         for _, (group, buffers) in sorted(self._by_group.items()):
-            rows = torch.stack(
-                [
-                    buffer.whole.view(WORDS[buffer.whole.element_size()]).view(group.size, -1).sum(1, dtype=torch.int64)
-                    for buffer in buffers
-                ]
-            )
+            rows = torch.stack([words_of(buffer.whole).view(group.size, -1).sum(1) for buffer in buffers])
             owned = comm.all_gather(torch.stack([*rows[:, group.rank]]), group).view(group.size, -1).t()
             flags.append((rows != owned).flatten())
             places += [(buffer, source) for buffer in buffers for source in range(group.size)]

@@ -40,7 +40,7 @@ def run(flags: str = "", ranks: int = 1) -> RunConfig:
 
 
 def compared(then: str = "", now: str = "", mode: str = "exact", ranks: int = 1) -> ConfigComparison:
-    return compare_configs(to_dict(run(then)), run(now, ranks=ranks), mode)
+    return compare_configs(to_dict(run(then)), run(now, ranks=ranks), mode, world_size=ranks)
 
 
 def codes(comparison: ConfigComparison) -> list[str]:
@@ -136,6 +136,14 @@ def test_a_resume_mode_is_suggested_with_its_folders(flags: str, own: bool, sche
         f"{anew}--resume-mode weights-only",
         f"{schedule}--resume-mode new-schedule",
     ]
+
+
+def test_a_suggested_fix_is_valid_with_the_ranks_of_now() -> None:
+    (problem,) = compared("--micro-batch-size 8", "--micro-batch-size 8 --global-batch-size 32", ranks=4).problems
+    assert problem.fixes == ("--global-batch-size 8 --micro-batch-size 2", "--resume-mode new-schedule")
+    run("--micro-batch-size 8 --global-batch-size 8 --micro-batch-size 2", ranks=4)
+    (problem,) = compared("--micro-batch-size 8", "--micro-batch-size 8 --global-batch-size 24", ranks=3).problems
+    assert problem.fixes[0] == "--global-batch-size 8 --pad-global-batch"
 
 
 INCREASING = "--lr-decay-style constant --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1"

@@ -27,7 +27,7 @@ from tools.lib.charts import Mark, merge_marks, thin
 from tools.lib.report_facts import happenings
 from tools.lib.report_page import PageOptions, page_around, report_body, report_page
 from tools.lib.report_server import LOOPBACK, LivePage, make_server
-from tools.lib.run_hours import run_hours
+from tools.lib.run_hours import PARTS, run_hours
 from tools.lib.run_record import read_record
 from tools.report import main
 
@@ -196,6 +196,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for kind in ("warning", "incident", "samples"):
             file.write(json.dumps({"event": kind, "text": HOSTILE, "kind": "spike", **counts}) + "\n")
     record_incident(folder, Incident("spike", 12, HOSTILE, {"<script>": HOSTILE}))
+    for kind, text in (("lost-contact", f"stalled {HOSTILE}"), ("other", "E825 the batch is not the checkpoint's")):
+        line = {"time": 1796067104.3, "rank": 3, "host": "n7", "local_rank": 3, "kind": kind, "sentence": text}
+        with (folder / "failures.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["data"]["tokenizer_model"] = HOSTILE
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -262,6 +266,45 @@ def test_a_folder_cannot_put_elements_into_the_page(run: Path, tmp_path: Path) -
     assert not [value for name, value in elements.attributes if name.startswith("on") or name == "src"]
     assert [value for name, value in elements.attributes if name == "href"] == [f"incidents/{spike(run)}/"]
     assert "&lt;/script&gt;" in out.read_text()
+
+
+def test_failures_have_time_rank_and_machine_and_a_refused_start_is_none(run: Path) -> None:
+    page = report_page(read_record(run), PageOptions())
+    row = re.search(r"<td>([^<]*)</td><td>3</td><td>n7</td><td>lost-contact</td>", page)
+    assert row is not None
+    assert row[1] == "2026-11-30 19:31:44"
+    assert "E825" not in page
+
+
+def test_the_time_of_a_stall_is_no_training(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path)
+    log.begin(0, {"python": 2.0}, 3.0)
+    log.log()
+    log.take(1.0, 1.5)
+    log.spend("failed", 600.0)
+    log.log()
+    log.write(event="error", text="stalled")
+    log.spend("waiting", 50.0)
+    log.begin(3, {"python": 2.0}, 1.0)
+    log.log()
+    log.spend("failed", 7.0)  # of the first step after a line
+    log.write(event="error", text="not finite")
+    expected = {part: log.ledger.get(part, 0.0) for part in PARTS}
+    assert run_hours(read_record(tmp_path)).parts == pytest.approx(expected, abs=1e-3)
+
+
+def test_what_was_undone_is_marked_where_it_happened(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path)
+    log.begin(0, {"python": 2.0}, 1.0)
+    log.take(*[1.0] * 8)
+    log.log()
+    log.write(event="incident", text="a spike", kind="spike")
+    log.write(event="rewind", text="went back to step 5")
+    log.begin(5, {"data": 1.0}, 1.0)
+    log.log()
+    page = report_body(read_record(tmp_path), PageOptions())
+    places = [float(x) for x in re.findall(r'<path class="mark (?:incident|rewind)" d="M([\d.]+) ', page)]
+    assert {*places} == {1000.0}, "of step 9, with 6 kept"
 
 
 def spike(run: Path) -> str:
@@ -463,7 +506,7 @@ def line_of(log: LogWriter) -> bytes:
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """A browser."""
     if find_browser() is None:
-        pytest.skip("no browser: bash tests/kit/install_browser.sh")
+        pytest.skip("no browser: bash tests/install.sh")
     with open_browser(tmp_path_factory.mktemp("browser")) as found:
         yield found
 

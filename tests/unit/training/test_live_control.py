@@ -67,16 +67,13 @@ def test_a_save_in_the_background_and_one_that_is_due_are_said_to_be(tmp_path: P
 
 
 def test_a_stop_saves_and_ends_with_status_0(tmp_path: Path) -> None:
-    outcome, events = asked_in_step(tmp_path, 2, "stop #x\nstacks", "--save {0}/saved --eval-iters 0")
+    outcome, events = asked_in_step(tmp_path, 2, "stop #x\nsave", "--save {0}/saved --eval-iters 0")
     assert (outcome.status, outcome.err, saved_steps(tmp_path / "saved")) == (0, "", [2])
     assert "stopped by a request in the control file after step 2 of 6" in outcome.out
     assert [(event["id"], event["done"]) for event in events] == [("", True), ("x", True)]
     assert events[1]["text"].startswith("stop (asked for by ")
     assert events[1]["text"].endswith("): stopped after step 2 of 6")
     assert json.loads((tmp_path / "run" / "stopped.json").read_text())["iteration"] == 2
-    log = (tmp_path / "run" / "ranks" / "rank_00000.log").read_text()
-    assert "stacks requested" in log
-    assert "in on_iteration_end" in log
 
 
 def test_log_lines_and_levels_follow_requests(tmp_path: Path) -> None:
@@ -96,7 +93,7 @@ def test_what_cannot_be_done_gets_a_sentence_and_the_run_goes_on(tmp_path: Path)
     expected = [
         "this run saves no checkpoints; --save FOLDER lets it",
         "this run has no validation data",
-        "'svae' is no request; there are save, evaluate, stop, profile, pipeline, stacks, log-interval, log-level",
+        "'svae' is no request; there are save, evaluate, stop, profile, pipeline, log-interval, log-level",
         "'profile' is followed by a number from 1 to 20",
         "'log-interval' is followed by a number from 1 to 1000000",
         "'log-level' is followed by one of debug, info, warning, error",

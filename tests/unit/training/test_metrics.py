@@ -83,6 +83,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of several ranks that are all in the same place."""
     monkeypatch.setattr(comm, "all_reduce", lambda x, group, op="sum": x)
+    monkeypatch.setattr(metrics, "gather_rank_stats", lambda mine, world, device: [mine])
 
 
 def step(loss: float, grad_norm: float = 1.0, skipped: bool = False, loss_scale: float = 1.0) -> StepMetrics:
@@ -188,7 +189,7 @@ def test_times_before_the_first_step_and_in_pauses_are_excluded(clock: Clock, si
     window.add(step(3.0), samples=1)
     with window.paused():
         wait()
-    record = read(window, alone=True)
+    record = read(window)
     assert record["iteration-time"] == 1.0
     assert waits(record) == {"communication-tp": 1.0, "communication-share": 1.0}
     assert times(record) == {"optimizer-time": 1.0}
@@ -205,7 +206,7 @@ def test_sent_bytes_are_per_step_without_pauses(clock: Clock, single_process: No
         window.add(step(3.0), samples=1)
     with window.paused():
         group.called("send", torch.zeros(()), 100.0)
-    record = read(window, 2, alone=True)
+    record = read(window, 2)
     assert record["sent-bytes-tp"] == 7.0
 
 
@@ -226,7 +227,7 @@ def test_what_a_graph_replays_is_not_measured_and_not_reported_as_zero(
         with timers(name), group.blocked(torch.zeros(())):
             clock.now += 1.0
     window.add(step(3.0), samples=1)
-    record = read(window, captured=captured, alone=True)
+    record = read(window, captured=captured)
     assert times(record).keys() == {f"{name}-time" for name in expected}
     assert bool(waits(record)) is (captured != "step")
 
@@ -284,6 +285,21 @@ def test_a_pause_that_fails_does_not_count_either(clock: Clock) -> None:
         clock.now += 100.0
         raise OSError("evaluation")
     assert read(window, alone=True)["iteration-time"] == 1.0
+
+
+def test_a_step_that_fails_or_stalls_is_no_training(clock: Clock, single_process: None) -> None:
+    timers, group, goodput = Timers(2, CPU), Group((0, 1), 0, None, "dp"), Goodput()
+    window = MetricsWindow(CPU, seq_length=8, world=group, timers=timers, goodput=goodput)
+    for _ in range(2):
+        clock.now += 2.0
+        window.add(step(1.0), samples=1)
+    with suppress(OSError), timers("batch-generator"), group.blocked(torch.zeros(())):
+        clock.now += 600.0
+        raise OSError("timed out")
+    record = read(window, 2, alone=True)
+    assert (record["iteration-time"], record["tokens-per-second"], goodput.productive_seconds) == (2.0, 4.0, 4.0)
+    assert waits(record) == times(record) == {}
+    assert "data-wait" not in record
 
 
 def test_adding_a_step_reads_no_value() -> None:

@@ -234,33 +234,35 @@ def killed_at(point: str) -> Callable[..., Any]:
     return write
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, plain: Outcome) -> Path:
+    """A run that goes back from step 7 and is not killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    with spoiled_sample(in_step(plain, 7)):
+        assert start(tiny_run(folder, run_flags(folder, NONFINITE))).status == 0
+    return folder
+
+
 @pytest.mark.parametrize("point", ["before the record", "after the record", "step 5", "step 7"])
-def test_a_kill_at_any_time_changes_nothing(tmp_path: Path, plain: Outcome, point: str) -> None:
-    ends = []
-    for name in ("whole", "killed"):
-        folder = tmp_path / name
-        run = tiny_run(folder, run_flags(folder, NONFINITE))
-        with spoiled_sample(in_step(plain, 7)):
-            if name == "killed":
-                with ExitStack() as stack:
-                    if point.startswith("step"):
-                        stack.enter_context(before_step(int(point[5:]), second_time(kill)))
-                    else:
-                        stack.enter_context(patch.object(rewinds, "add_rewinds", killed_at(point)))
-                    assert start(run).status is None
-                if point == "after the record":  # nor does a run that only evaluates, or starts from this one
-                    assert saved_steps(folder / "saved") == [2, 4, 6]
-                    other = find_resume_source(CheckpointConfig(load=f"{folder}/saved"))
-                    assert other.paths[0] == folder / "saved/iter_0000004"
-                    assert "the run has gone back from step 7" in other.notes[0]
-                # without flags, after the record: the folder decides
-                run = run if point == "before the record" else tiny_run(folder, run_flags(folder))
-            assert start(run).status == 0
-        ends.append(folder)
-    names = [rewind | {"id": 0} for rewind in recorded(ends[0])], [rewind | {"id": 0} for rewind in recorded(ends[1])]
-    assert names[0] == names[1]
-    assert differences(*(folder / "saved/iter_0000010" for folder in ends)) == ["rewinds"]  # their ids
-    assert steps(ends[0]) == steps(ends[1])
+def test_a_kill_at_any_time_changes_nothing(tmp_path: Path, plain: Outcome, whole: Path, point: str) -> None:
+    run = tiny_run(tmp_path, run_flags(tmp_path, NONFINITE))
+    with spoiled_sample(in_step(plain, 7)):
+        if point.startswith("step"):
+            killing = before_step(int(point[5:]), second_time(kill))
+        else:
+            killing = patch.object(rewinds, "add_rewinds", killed_at(point))
+        assert start(run, killing).status is None
+        if point == "after the record":  # nor does a run that only evaluates, or starts from this one
+            assert saved_steps(tmp_path / "saved") == [2, 4, 6]
+            other = find_resume_source(CheckpointConfig(load=f"{tmp_path}/saved"))
+            assert other.paths[0] == tmp_path / "saved/iter_0000004"
+            assert "the run has gone back from step 7" in other.notes[0]
+        # without flags, after the record: the folder decides
+        run = run if point == "before the record" else tiny_run(tmp_path, run_flags(tmp_path))
+        assert start(run).status == 0
+    assert [rewind | {"id": 0} for rewind in recorded(tmp_path)] == [rewind | {"id": 0} for rewind in recorded(whole)]
+    assert differences(*(folder / "saved/iter_0000010" for folder in (tmp_path, whole))) == ["rewinds"]  # their ids
+    assert steps(tmp_path) == steps(whole)
 
 
 def second_time(act: Callable[[Trainer], None]) -> Callable[[Trainer], None]:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed import Store
+from torch.distributed import Store, TCPStore
 
 import pretrain_gpt
 from megatron.config.errors import UserError
@@ -235,6 +235,21 @@ def test_a_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with ThreadPoolExecutor(3) as threads:
         stores = [threads.submit(join, rank, 3, port, 1) for rank in (2, 0, 1)]
         assert all(store.result().check(["joined/all"]) for store in stores)
+
+
+def test_a_rank_that_does_not_join_is_named_under_torchrun_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # hosts the store of its ranks
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(agent.port)), ("RESTART_COUNT", "0")):
+        monkeypatch.setenv(name if "MASTER" in name else f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    launches = [Launch("torchrun", rank, 3, port=agent.port) for rank in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        joined = [threads.submit(open_store, launches[rank], timedelta(seconds=1)) for rank in (0, 2)]
+        for each in joined:
+            with pytest.raises(MissingRanksError, match=r"waiting for 1 of 3 ranks at .*: rank 1; "):
+                each.result()
+        joined = [threads.submit(open_store, launch, timedelta(minutes=1)) for launch in launches]
+        assert all(each.result().check(["joined/all"]) for each in joined)
 
 
 def test_a_rank_that_is_started_twice_and_a_port_in_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
