@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,6 @@ from pathlib import Path
 from statistics import median
 
 from megatron.training.replicas.store import serve
-from tests.kit.processes import free_port
 
 ROOT = Path(__file__).parents[1]
 MODEL = (
@@ -26,6 +26,12 @@ MODEL = (
 )
 WARM_UP = 2
 """Steps left out."""
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def seconds(elastic: bool, steps: int) -> float:
