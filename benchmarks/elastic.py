@@ -36,16 +36,19 @@ def free_port() -> int:
 
 def seconds(elastic: bool, steps: int) -> float:
     """Return the median seconds of a step of two processes."""
-    port, base = free_port(), {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         if elastic:
             server, port = serve("127.0.0.1", 0)
             stack.callback(server.stop)
+        else:
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port = probe.getsockname()[1]
         processes = []
         for number in range(2):
             if elastic:
-                world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": str(free_port())}
+                world = {}
                 flags = f"--run-dir {folder}/{number} --elastic-replicas 2 --elastic-server 127.0.0.1:{port} "
                 flags += f"--elastic-replica {number} --elastic-timeout 60"
             else:

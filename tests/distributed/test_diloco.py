@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -469,6 +470,30 @@ def test_a_server_that_ends_while_a_vote_is_awaited_is_lost() -> None:
         server.stop()
         with pytest.raises(ServerLostError, match="the replica server is gone"):
             waiting.result(10)
+
+
+def test_the_attempt_after_a_failed_one_waits_longer_for_connections() -> None:
+    """Also on a member that had connected to all in the failed one; gloo alone would wait for 2 seconds again."""
+    port, opened = serve("127.0.0.1", 0)[1], threading.Barrier(2)
+    facts = {"starting": True, "position": [0, 0], "whole": True}
+
+    def take_part(index: int) -> int:
+        replicas = Replicas(connect(f"127.0.0.1:{port}", 20), 0, 1, 2, timeout=20)
+        replicas.index = replicas.claim(index, True, {})
+        replicas.watch()
+        members = replicas.agree(facts)
+        replicas.group(members)
+        opened.wait()
+        replicas.abort()
+        assert not replicas.decide(members)
+        members = replicas.agree(facts)
+        time.sleep(2.6 * index)
+        size = replicas.group(members).size
+        opened.wait()
+        replicas.leave()
+        return size
+
+    assert together([partial(take_part, 0), partial(take_part, 1)]) == [2, 2]
 
 
 def test_state_is_copied_to_those_that_are_behind_in_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
