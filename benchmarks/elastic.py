@@ -28,12 +28,6 @@ WARM_UP = 2
 """Steps left out."""
 
 
-def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def seconds(elastic: bool, steps: int) -> float:
     """Return the median seconds of a step of two processes."""
     base = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
