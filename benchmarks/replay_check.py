@@ -79,7 +79,7 @@ def step_seconds(flags: str, hidden: int, options: argparse.Namespace) -> dict[i
 def main() -> None:
     """Print the medians of each round, and those of all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="of two runs each")
+    parser.add_argument("--rounds", type=int, default=2, help="of two runs each")
     parser.add_argument("--steps", type=int, default=19, help="of a run")
     parser.add_argument("--batch", type=int, default=16, help="sequences of 128 tokens in a step")
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 512], help="hidden sizes")

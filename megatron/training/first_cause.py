@@ -6,6 +6,7 @@ beside the logs of the ranks. The others write their error into their own log, a
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import traceback
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron.checkpoint.errors import SupersededError
+from megatron.config.launch import Launch
 from megatron.config.privacy import redact
 from megatron.config.text import counted
-from megatron.distributed.launch import add_to_count, is_peer_lost, register_failure
+from megatron.distributed.launch import MissingRanksError, add_to_count, is_peer_lost, register_failure
 from megatron.training.rank_log import claim_first_failure, crashed_ranks, write_text
 
 LOST_COUNT, OTHER_COUNT = "failures: lost contact", "failures: errors of their own"
@@ -61,6 +63,8 @@ def is_first_failure(error: BaseException) -> bool:
     """Register a failure of this rank; return True if it is the first of all ranks, as far as that can be known."""
     if not register_failure():
         return False
+    if isinstance(error, MissingRanksError):  # all name the same ranks, and have no store: one of each machine reports
+        return Launch.read(os.environ).local_rank == 0
     if isinstance(error, SupersededError):  # the folder belongs to a later start
         return True
     claimed = within(DISK_SECONDS, claim_first_failure, True)

@@ -67,8 +67,8 @@ from megatron.training.metrics import Goodput
 from megatron.training.out_of_memory import explain_out_of_memory
 from megatron.training.phases import PhaseChoice, PhaseFacts, choose_phase, plan_notes, read_phase
 from megatron.training.rank_log import give_nccl_a_file, rank_log
-from megatron.training.resume_source import ResumeSource, later_start_options, read_only_options
-from megatron.training.rewinds import Rewinds, go_back, refuse_suspects
+from megatron.training.resume_source import ResumeSource, later_start_options, read_only_options, refuse_suspects
+from megatron.training.rewinds import Rewinds, go_back
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
 from megatron.training.stop import StopRequest
 from megatron.training.trainer import Trainer
@@ -178,7 +178,7 @@ def take_phases(
     while True:
         with refuse_start_on_error(), PeerWatchdog(world):
             source = earlier if earlier.paths else choose_resume_source(options, world, others)
-            refuse_suspects(configs[0], source, world)
+            run_on_rank0(partial(refuse_suspects, configs[0], source), world)
             choice = PhaseChoice(0, source)
             if configs[0].training.phases is not None:
                 choice = choose_phase(configs, source, world.size, partial(read_phase_together, world=world))

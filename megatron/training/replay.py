@@ -7,6 +7,7 @@ of the run and with the record of the step (:mod:`megatron.training.step_record`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ class StepProbe(Component):
     def on_gradients(self, losses: dict[str, Tensor], tokens: Tensor) -> None:
         """See :class:`Component`."""
         if self._trainer.iteration + 1 == self._step:
-            self.record |= record_tensors(self._trainer, float(self._trainer.scaler.scale))
+            self.record |= record_tensors(self._trainer)
 
     def on_step_taken(self, batches: Sequence[MicroBatch]) -> None:
         """See :class:`Component`."""
@@ -168,11 +169,8 @@ def check_modules(trainer: Trainer, names: Sequence[str | None]) -> None:
 def take(trainer: Trainer, callbacks: CallbackList, trace: ModuleTrace | None) -> ReplayedStep:
     """Take the next step, perhaps observed, and return its results."""
     samples, rates = trainer.reader.next_batch_size, trainer.schedule.rates(trainer.consumed_samples)
-    if trace is None:
+    with nullcontext() if trace is None else trace.observing():
         metrics = take_step(trainer, None, callbacks, samples, rates)
-    else:
-        with trace.observing():
-            metrics = take_step(trainer, None, callbacks, samples, rates)
     callbacks.call(Component.settle)
     digest = f"{trainer.reader.samples_digest():016x}"
     numbers = float(metrics.loss), float(metrics.grad_norm), bool(metrics.skipped)

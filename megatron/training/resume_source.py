@@ -34,7 +34,16 @@ from megatron.checkpoint.folder import CheckpointFolder, is_local_checkpoint
 from megatron.checkpoint.format import Manifest, is_megatron_lm
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.publish import CHECKPOINT_NAME, is_complete, is_interrupted
-from megatron.checkpoint.rewinds import REWIND_TYPES, Rewind, later_rewinds, notes_on, read_rewinds, rewinds_of
+from megatron.checkpoint.rewinds import (
+    CORRUPTION,
+    REWIND_TYPES,
+    REWINDS_FILE,
+    Rewind,
+    later_rewinds,
+    notes_on,
+    read_rewinds,
+    rewinds_of,
+)
 from megatron.config.batch import Origin, final_iteration
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
@@ -550,6 +559,27 @@ def saved_ranks(manifest: Manifest) -> int:
     return prod(layout.get(axis, 1) for axis in ("pp", "dp", "cp", "tp")) if layout else 0
 
 
+def refuse_suspects(config: RunConfig, source: ResumeSource) -> None:
+    """Refuse to go on after a corruption under ``--on-corruption stop``.
+
+    Args:
+        config: of the run.
+        source: what it starts from. A checkpoint that lists the corruption is of a start with ``exclude`` since then.
+
+    Raises:
+        UserError: if there was one.
+    """
+    found = [rewind for rewind in source.rewinds if rewind.kind == CORRUPTION]
+    if found and source.paths:
+        with suppress(DamagedCheckpointError):
+            known = rewinds_of(Manifest.open(source.paths[0]).state)
+            found = [rewind for rewind in found if rewind not in known]
+    save, training = config.checkpoint.save, config.training
+    if found and save is not None and not training.skip_train and config.reliability.on_corruption == "stop":
+        fix = f"the same command with --on-corruption exclude, which resumes from step {found[0].limit} or before"
+        raise UserError([Problem("E984", f"{save}/{REWINDS_FILE}: {found[0].why}", (fix,))])
+
+
 def preview_start(config: RunConfig, world_size: int, source: ResumeSource | None = None) -> StartPreview:
     """Return the notes and the position with which the run would start.
 
@@ -562,6 +592,7 @@ def preview_start(config: RunConfig, world_size: int, source: ResumeSource | Non
         UserError: if a required checkpoint is missing, or the run must not resume from it.
     """
     source = source or find_resume_source(config.resume_options)
+    refuse_suspects(config, source)
     notes = (*source.notes, *notes_on(source.rewinds))
     if source.weights is not None:
         return StartPreview((*notes, f"checkpoint: {source.weights}, its tensors not read"))

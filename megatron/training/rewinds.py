@@ -8,22 +8,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.location import parse_location
-from megatron.checkpoint.rewinds import (
-    CORRUPTION,
-    REWINDS_FILE,
-    Rewind,
-    add_rewinds,
-    rewinds_of,
-    without_corruption,
-)
-from megatron.config.errors import Problem, UserError
+from megatron.checkpoint.rewinds import Rewind, add_rewinds, without_corruption
 from megatron.config.run import RunConfig
 from megatron.config.text import counted
 from megatron.distributed.comm import Group
@@ -51,34 +40,6 @@ class Rewinds(Component):
     def metrics(self) -> Metrics:
         """See :class:`Component`."""
         return {"rewinds": len(without_corruption(self.rewinds))}
-
-
-def refuse_suspects(config: RunConfig, source: ResumeSource, world: Group) -> None:
-    """Refuse to go on after a corruption under ``--on-corruption stop``. Collective.
-
-    Args:
-        config: of the run.
-        source: what it starts from. A checkpoint that lists the corruption is of a start with ``exclude`` since then.
-        world: all ranks.
-
-    Raises:
-        UserError: on every rank.
-    """
-    found = [rewind for rewind in source.rewinds if rewind.kind == CORRUPTION]
-    if not found or config.reliability.on_corruption != "stop" or config.checkpoint.save is None:
-        return
-
-    def listed_in_checkpoint() -> list[str]:
-        with suppress(DamagedCheckpointError):
-            return [rewind.id for rewind in rewinds_of(Manifest.open(source.paths[0]).state)]
-        return []
-
-    known = run_on_rank0(listed_in_checkpoint, world) if source.paths else []
-    for rewind in found:
-        if rewind.id not in known:
-            sentence = f"{config.checkpoint.save}/{REWINDS_FILE}: {rewind.why}"
-            fix = f"the same command with --on-corruption exclude, which resumes from step {rewind.limit} or before"
-            raise UserError([Problem("E984", sentence, (fix,))])
 
 
 class RewindRefusedError(NonFiniteError):

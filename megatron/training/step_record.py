@@ -43,7 +43,7 @@ class TensorSummary(NamedTuple):
     @property
     def text(self) -> str:
         """The digest as 16 hexadecimal digits."""
-        return f"{self.digest % MODULUS:016x}"
+        return f"{self.digest:016x}"
 
     def __add__(self, other: Any) -> TensorSummary:
         """Return the summary of two disjoint parts."""
@@ -113,14 +113,15 @@ def gather_step_record(
         "consumed_samples": None if late else trainer.consumed_samples,
     }
     if intact:
-        record |= record_tensors(trainer, float(trainer.scaler.scale))
+        record |= record_tensors(trainer)
     by_rank = comm.gather_objects(record_samples(trainer, batches), trainer.mesh.world)
     record["samples"] = [sample for samples in by_rank for sample in samples]
     return record | record_run(trainer) if trainer.mesh.world.rank == 0 else {}
 
 
-def record_tensors(trainer: Trainer, loss_scale: float) -> dict[str, Any]:
+def record_tensors(trainer: Trainer) -> dict[str, Any]:
     """Return digests of gradients and main parameters, and gradient norms by layer before clipping. Collective."""
+    loss_scale = float(trainer.scaler.scale)
     trainer.optimizer.weights.wait()
     gradients = summarize_tensors(trainer, trainer.optimizer.grads)
     weights = summarize_tensors(trainer, trainer.optimizer.main_params)

@@ -136,7 +136,7 @@ def replay_faults(rank: int, world_size: int, folder: Path, kind: str) -> Found:
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
-        pytest.param(layout, kind, marks=[pytest.mark.slow] if kind == "spike" and layout in ("dp2", "tp2") else [])
+        pytest.param(layout, kind, marks=() if (layout == "one rank") == (kind == "spike") else pytest.mark.slow)
         for layout in LAYOUTS
         for kind in FAULTS
     ],

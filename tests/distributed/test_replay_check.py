@@ -18,6 +18,7 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.rewinds import REWINDS_FILE, read_rewinds, record_corruption
 from megatron.config import plugins
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.errors import UserError
 from megatron.config.plugins import register
 from megatron.config.run import RunConfig
 from megatron.training.callbacks.base import Callback
@@ -37,7 +38,7 @@ from megatron.training.replay_check.verdict import (
     judge,
     odd_one_out,
 )
-from megatron.training.resume_source import find_resume_source
+from megatron.training.resume_source import find_resume_source, preview_start
 from megatron.training.trainer import Trainer
 from tests.distributed.corruption import COMMON, LAYOUTS, MOE, Fault, run_layout, run_rank
 from tests.kit.pool import Pool
@@ -251,6 +252,8 @@ def test_a_restart_begins_before_the_corruption(tmp_path: Path, kill: bool) -> N
     refused = resume(tmp_path, "")
     assert refused.status == 2
     assert "E984" in refused.err
+    with pytest.raises(UserError, match="E984"):  # with --check-config
+        preview_start(tiny_run(tmp_path / "run", f"{SAVES} --replay-check 1".format(tmp_path)), 1)
     outcome = resume(tmp_path, "--on-corruption exclude")
     assert outcome.status == 0
     assert "step 4, 16 samples" in outcome.out

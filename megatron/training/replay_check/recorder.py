@@ -20,6 +20,9 @@ from megatron.optimizer.grad_buffer import BucketLayout, ReduceHandle, Reduction
 from megatron.training.digests import digest
 from megatron.training.trainer import Trainer
 
+BLOCK_DIGESTS = 1024
+"""Digests in a tensor: small tensors that are kept between large ones fragment memory, which slows the step down."""
+
 FORWARD, BACKWARD, GRADIENT, GIVEN, GOT, REDUCED = "forward", "backward", "gradient", "given", "got", "reduced"
 """Kinds of events: output of a module, gradient of it, local gradient of a parameter, tensor given to other ranks or
 got from them, and reduced gradient of a parameter."""
@@ -43,16 +46,20 @@ class StepRecord:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self._digests: list[Tensor] = []
+        self._blocks: list[Tensor] = []
 
     def add(self, event: Event, x: Tensor) -> None:
         """Append an event with the digest of a tensor."""
+        place = len(self.events) % BLOCK_DIGESTS
+        if place == 0:
+            self._blocks.append(torch.zeros(BLOCK_DIGESTS, dtype=torch.int64, device=x.device))
+        self._blocks[-1][place] = digest(x)
         self.events.append(event)
-        self._digests.append(digest(x))
 
     def digests(self, device: torch.device) -> Tensor:
         """Return all digests, int64 ``[events]``."""
-        return torch.stack(self._digests) if self._digests else torch.zeros(0, dtype=torch.int64, device=device)
+        blocks = self._blocks or [torch.zeros(0, dtype=torch.int64, device=device)]
+        return torch.cat(blocks)[: len(self.events)]
 
     def values(self) -> list[int]:
         """Return all digests as numbers; waits for the device."""

@@ -42,23 +42,25 @@ class StateAtRest:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._digests: dict[str, Tensor] = {}
+        self._names: list[str] = []
+        self._digests = torch.zeros(0, dtype=torch.int64)
 
     def forget(self) -> None:
         """Forget the digests, because the state was set."""
-        self._digests = {}
+        self._names = []
 
     def remember(self) -> None:
         """Take digests of all state, without waiting for the device."""
-        self._digests = {name: digest(x) for name, x in self._state().items()}
+        if state := self._state():
+            self._names, self._digests = [*state], torch.stack([digest(x) for x in state.values()])
 
     def compare(self) -> Flags:
         """Return what differs from the digests, and forget them: they are those of one update."""
-        state, before = self._state(), self._digests
+        state, names = self._state(), self._names
         self.forget()
-        flags = [digest(state[name]) != value for name, value in before.items()]
-        found = torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool, device=self._trainer.device)
-        names = [*before]
+        found = torch.zeros(0, dtype=torch.bool, device=self._trainer.device)
+        if names:
+            found = torch.stack([digest(state[name]) for name in names]) != self._digests
         return Flags(found, lambda indices: (("state", names[i]) for i in indices))
 
     def _state(self) -> dict[str, Tensor]:

@@ -305,6 +305,7 @@ def test_what_was_undone_is_marked_where_it_happened(tmp_path: Path) -> None:
     page = report_body(read_record(tmp_path), PageOptions())
     places = [float(x) for x in re.findall(r'<path class="mark (?:incident|rewind)" d="M([\d.]+) ', page)]
     assert {*places} == {1000.0}, "of step 9, with 6 kept"
+    assert re.findall(r"--level:(\d)", page) == ["0", "1"], "none of two letters of one place hides the other"
 
 
 def spike(run: Path) -> str:

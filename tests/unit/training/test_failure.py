@@ -28,7 +28,7 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
 from megatron.data.errors import DataError
 from megatron.distributed.comm import Group
-from megatron.distributed.launch import FAILED_KEY, enable_flight_recorder
+from megatron.distributed.launch import FAILED_KEY, MissingRanksError, enable_flight_recorder
 from megatron.training import failure_report, main
 from megatron.training.failure_report import (
     EXIT_SIGTERM,
@@ -47,6 +47,7 @@ from megatron.training.failure_report import (
     report_failure,
     running_peers,
 )
+from megatron.training.first_cause import is_first_failure
 from tests.kit.runs import before_step, column, spoil_step, start, tiny_run
 
 # ---- Exit status and report
@@ -261,6 +262,13 @@ def test_the_line_names_rank_machine_and_kind(tmp_path: Path) -> None:
 )
 def test_the_machine_is_named_in_runs_on_several(environ: Mapping[str, str], label: str) -> None:
     assert rank_label(Launch.read(environ), environ) == label
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_one_rank_of_a_machine_reports_those_that_do_not_join(local_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (HERE | {"LOCAL_RANK": str(local_rank)}).items():
+        monkeypatch.setenv(name, value)
+    assert is_first_failure(MissingRanksError("waiting for rank 3")) == (local_rank == 0)
 
 
 GONE = refused(UserError([Problem("E207", "has 7 GPUs")]))

@@ -43,7 +43,9 @@ from tests.kit.runs import (
 )
 from tests.unit.training.test_skipping import corpora
 from tools import inspect_dataset
+from tools.lib.report_page import PageOptions, report_body
 from tools.lib.run_differences import open_samples, read_run
+from tools.lib.run_record import read_record
 
 FLAGS = "--params-dtype fp64 --train-iters 10 --save-interval 2"
 NONFINITE = "--on-nonfinite rewind:3"
@@ -131,6 +133,7 @@ def test_the_tools_show_what_the_run_has_read(tmp_path: Path, capsys: pytest.Cap
     assert (history.rewinds, history.restarts) == ([128], [])
     assert [point.iteration for point in history.train] == [*range(1, 11)]
     assert open_samples(read_run(folder)).skipped.to_list() == [16, 28]
+    assert "<dd class=detail>1 start</dd>" in report_body(read_record(folder), PageOptions())
     twin = start(tiny_run(tmp_path / "twin", f"{FLAGS} {flags} --skip-samples 16:28"))
     assert twin.samples == outcome.samples
     ((record, _),) = read_incidents(folder)

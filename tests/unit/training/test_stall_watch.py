@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.distributed.places import MAX_ROWS, STEP, ProcessPlace
+from megatron.distributed.places import MAX_ROWS, PLACE, RING, STEP, PeerPlace, ProcessPlace
 from megatron.training import stall_watch
 from megatron.training.stall_watch import REQUEST_KEY, StallWatch, publish_place, read_places
 
@@ -88,3 +88,28 @@ def test_the_record_of_a_rank_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = read_places(range(9)).values()
     assert found["groups"][0]["ranks"] == [*range(1024)]
     assert stacks.endswith(found["stacks"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ahead", "differs"),
+    [
+        ("torch.float32", 0, False),
+        ("torch.float32", 9, False),  # not yet called by this one
+        ("torch.int32", 0, True),
+        ("torch.int32", 9, True),
+        ("torch.int32", 2 * RING, False),  # the neighbour has no longer the last call of both
+    ],
+)
+def test_a_neighbour_with_other_calls_is_noticed_without_decoding(dtype: str, ahead: int, differs: bool) -> None:
+    PLACE.reset()
+    neighbour = ProcessPlace()
+    for place, kind, calls in ((PLACE, "torch.float32", 200), (neighbour, dtype, 200 + ahead)):
+        row, other = place.new_row("dp", range(4)), place.new_row("tp", range(2))
+        for number in range(calls):
+            place.call(row, "all-reduce", "dp", kind if number == 150 else "torch.float32", 7)
+            place.call(other, "all-reduce", "tp", "torch.float32", number)
+    peer = PeerPlace(os.getpid(), *map(os.dup, neighbour.share()))
+    found = peer.differs()
+    neighbour.reset()
+    PLACE.reset()
+    assert found == differs
