@@ -91,6 +91,7 @@ def test_runs_that_differ_are_refused_and_a_lost_server_ends_replicas_with_the_l
             fleet.start(0)
             fleet.join(0)
             fleet.advance((tmp_path / f"saved/iter_{last + 4:07d}/COMPLETE").exists)
+        fleet.advance(lambda: fleet.last_step() > 16)
         fleet.server.stop()
         fleet.allow(400)
         assert set(fleet.wait_for_end(0, 1)) == {1}
