@@ -146,7 +146,7 @@ def _join_start(shared: dist.distributed_c10d.Store, rank: int) -> Callable[[], 
     """
 
     def part(start: int) -> dist.distributed_c10d.Store:
-        return dist.PrefixStore(f"start {start}", shared)
+        return dist.PrefixStore(f"start {start}", shared)  # type: ignore[attr-defined]
 
     joined = shared.add("starts", 1) if rank == 0 else 0
     part(joined).set(f"joined/{rank}", "")

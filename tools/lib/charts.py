@@ -27,7 +27,7 @@ MERGED = 0.006
 
 MAX_MARKS = 40
 
-FLAG_WIDTH = 12.0
+FLAG_WIDTH = 15.0
 """Width of a letter above a chart, of `SIZE`."""
 
 MARKS = {
