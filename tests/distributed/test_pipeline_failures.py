@@ -81,9 +81,8 @@ def test_a_rank_that_does_not_answer_is_reported_with_its_action(pool: Pool, tmp
     stall = (
         "stalled for 0.05 minutes (--distributed-timeout-minutes): rank 1: forward-compute, step 3, micro-batch 2 (3F2)"
     )
-    assert printed.startswith(f"error on rank 0: {stall} (before at test_pipeline_failures.py:")
+    assert printed.startswith(f"error on rank 0: {stall}")
     assert "; others: message from rank 1 to rank 0, step 3, micro-batch 2 (2B2)\n" in printed
-    assert "Timed out waiting 3000ms" in printed
     assert "the ranks were at: 2B2 (rank 0), 3F2 (rank 1)" in printed
     assert stall in incident
 

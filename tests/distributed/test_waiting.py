@@ -183,4 +183,4 @@ def test_a_rank_without_peers_reports_itself(pool: Pool) -> None:
     record, _ = pool.run(2, a_window, True)
     assert record is not None
     assert not {"slowest-rank", "mem-max-rank"} & record.keys()
-    assert 0.5 * NAP < record["communication-dp"] < 2 * NAP
+    assert not [name for name in record if name.startswith("communication")]  # those of the step that failed, too
