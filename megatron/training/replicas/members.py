@@ -28,6 +28,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -58,9 +59,6 @@ BLOCKED_SECONDS = 0.1
 
 WATCH_SECONDS = 0.2
 """Time between two looks of a rank for a group that another rank has found broken."""
-
-CONNECT_SECONDS = 2.0
-"""First timeout for opening a group of replicas that watch each other; it doubles after each failure."""
 
 BEATS_PER_TIMEOUT = 6
 """Heartbeats in the time after which a replica without one counts as dead."""
@@ -104,8 +102,6 @@ class StoreClient(distributed_c10d.Store):
         """Connect; OSError if there is no server, or it has another secret. ``timeout`` is in seconds."""
         super().__init__()
         self._seconds, self._lock = timeout, threading.Lock()
-        # Polled while a key is awaited; True gives up, because its writer is gone.
-        self.given_up: Callable[[], bool] = lambda: False
         self._socket = socket.create_connection((host, port), timeout)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._file = self._socket.makefile("rb")
@@ -185,12 +181,9 @@ class StoreClient(distributed_c10d.Store):
             pause = f"{1000 * max(0.0, min(left, BLOCKED_SECONDS)):.0f}".encode()
             if found := self._request(b"wait", pause, *names, values=len(keys)):
                 return found[1:]
-            if left <= 0 or self.given_up():
+            # gloo need not wait for members of an attempt that is decided, so aborted
+            if left <= 0 or self.check([f"{keys[0].partition('/')[0]}/decision"]):
                 raise dist.DistStoreError(f"no {listed(keys)} after {seconds - left:.3g} seconds")
-
-    def check_any(self, keys: list[str]) -> bool:
-        """Return True if any of the keys has a value."""
-        return any(self.read(keys))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which is 0 at first; return the sum."""
@@ -305,7 +298,6 @@ class Replicas:
         self.meter = CommMeter()
         # Number of the next attempt, and of the last one that was committed here.
         self.attempt, self.series = 0, -1
-        self._watched = False
         self._tried, self._failures = list[Member](), 0  # members of the last attempt, and how often they failed since
         self._store = store
         self._group: tuple[tuple[Member, ...], Group] | None = None
@@ -406,7 +398,6 @@ class Replicas:
 
         All replicas call it, or none. Needs a :class:`StoreClient`.
         """
-        self._watched = True
         if isinstance(self._store, StoreClient):
             self._ask(self._store.bind, f"gone/{self.id}")
         threading.Thread(target=self._watch, name="replica watch", daemon=True).start()
@@ -697,18 +688,10 @@ class Replicas:
         if len(members) == 1:
             return Group(axes=AXES, meter=self.meter)
         prefix = distributed_c10d.PrefixStore(f"{self.attempt}/group/{self.rank}", self._store)
-        self._opened, size, patience = self.attempt, len(members), self.timeout
-        if self._watched and isinstance(self._store, StoreClient):
-            ends = [f"{self.attempt}/decision", *(f"gone/{member.id}" for member in members)]
-            self._store.given_up = partial(self._store.check_any, ends)
-            # gloo tries for as long as this to reach a member that is gone; the same on members that have just started
-            failed = 0
-            while self._read(f"{self.attempt - 1 - failed}/decision") == ["abort"]:
-                failed += 1
-            patience = min(self.timeout, CONNECT_SECONDS * 2**failed)
+        self._opened, size = self.attempt, len(members)
         gloo = dist.ProcessGroup.BackendType.GLOO
         handle = dist.ProcessGroup(prefix, mine, size)
-        backend = dist.ProcessGroupGloo(prefix, mine, size, timedelta(seconds=patience))
+        backend = self._connect(members, partial(dist.ProcessGroupGloo, prefix, mine, size))
         backend._set_default_timeout(timedelta(seconds=self.timeout))
         handle._set_default_backend(gloo)
         handle._register_backend(torch.device("cpu"), gloo, backend)
@@ -718,6 +701,27 @@ class Replicas:
         group = Group(tuple(range(size)), mine, handle, AXES, self.meter)
         self._group = tuple(members), group
         return group
+
+    def _connect(self, members: Sequence[Member], build: Callable[[timedelta], T]) -> T:
+        """Return the backend that ``build`` connects in a thread: gloo tries for long to reach a member that is gone.
+
+        Raises:
+            RuntimeError: if that fails, a member is gone, or the attempt is aborted.
+        """
+        connected = Future[T]()
+
+        def run() -> None:
+            try:
+                connected.set_result(build(timedelta(seconds=self.timeout)))
+            except Exception as error:
+                connected.set_exception(error)
+
+        threading.Thread(target=run, name="replica group", daemon=True).start()
+        ends = [f"{self.attempt}/decision", *(f"gone/{member.id}" for member in members)]
+        while not wait([connected], self.poll).done:
+            if any(self._read(*ends)) or (self.leader and not self._are_alive(members)):
+                raise dist.DistNetworkError("a member is gone, or has aborted the attempt")
+        return connected.result()
 
     def close_group(self) -> None:
         """Close the connections, so that members that still wait for this one fail at once."""
