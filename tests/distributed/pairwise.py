@@ -52,6 +52,19 @@ def pairs_of(choice: Choice) -> set[Pair]:
     return {frozenset(pair) for pair in combinations(choice.items(), 2)}
 
 
+def shortened(cases: Sequence[Choice], times: int) -> list[Choice]:
+    """Return cases, chosen greedily, in which each value occurs so many times, or as often as in all."""
+    often = Counter(value for choice in cases for value in choice.items())
+    left = Counter({value: min(count, times) for value, count in often.items()})
+    rest, chosen = list(cases), list[Choice]()
+    while left:
+        best = max(rest, key=lambda choice: sum(value in left for value in choice.items()))
+        rest.remove(best)
+        chosen.append(best)
+        left -= Counter(best.items())
+    return chosen
+
+
 Change = tuple[Choice, str, Any]
 
 
