@@ -231,7 +231,13 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", sorted(TRAINED))
+SHORT = words("gpt2 qwen3-qk-norm gpt-oss gemma2 phi3 glm4-moe deepseek-v3")
+"""Of those that are trained; ``test_there_and_back`` converts each."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.slow) for n in sorted(TRAINED)]
+)
 def test_export_of_a_trained_model(name: str, tmp_path: Path) -> None:
     case = CASES[f"{name}-1"]
     build(case, seed=1).save_pretrained(tmp_path / "hf")

@@ -64,7 +64,6 @@ def test_a_chain_without_progress_stops_although_srun_succeeds(cluster: Cluster)
     assert "1 starts have brought no new checkpoint (newest: iter_0000007)" in cluster.log(job.number)
 
 
-@pytest.mark.slow  # test_training.py loses a node, too; Slurm notices it after 11 seconds
 def test_a_job_that_loses_a_node_starts_again_on_others_and_is_done_where_the_marker_is(cluster: Cluster) -> None:
     job = Job(cluster, "lost", '[ "$start" = 1 ] || exec sleep 700', ': >"$RUN"/finished.json', "exit 3")
     cluster.until(lambda: bool(cluster.processes("n2", "^sleep 700")), "n2 is at work", job.number)
@@ -141,6 +140,7 @@ def test_a_chain_goes_on_after_a_killed_job_with_the_same_copies_of_its_data_and
     assert cluster.on("n2", "cat", f"{copy}.idx") == "tokens"
 
 
+@pytest.mark.slow  # tests/unit/slurm/test_lib.py checks it with stand-ins
 def test_a_chain_that_fails_at_once_ends(cluster: Cluster) -> None:
     job = Job(cluster, "failing", "exit 3", nodes=1, CHAIN="1", MAX_STALLED="2")
     chain_has_ended(cluster, "failing", 3)
