@@ -24,13 +24,13 @@ ROW_WORDS = 1024
 
 def words_of(x: Tensor) -> Tensor:
     """Return the bits of a tensor as a flat tensor of integers, of 64 bits if its size allows it."""
-    x = x.detach()
+    size = x.element_size()
+    x = x.detach().view(WORDS[size])  # a copy of bool has no other bits than 0 and 1
     if not x.is_contiguous():  # a transposed tensor is read as it lies in memory
         x = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))
     flat = x.contiguous().view(-1)
-    size = flat.element_size()
     if flat.numel() * size % 8:
-        return flat.view(WORDS[size])
+        return flat
     return (flat.clone() if flat.storage_offset() * size % 8 else flat).view(torch.int64)
 
 

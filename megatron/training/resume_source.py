@@ -569,13 +569,15 @@ def refuse_suspects(config: RunConfig, source: ResumeSource) -> None:
     Raises:
         UserError: if there was one.
     """
+    save = config.checkpoint.save
+    if save is None or config.training.skip_train or config.reliability.on_corruption != "stop":
+        return
     found = [rewind for rewind in source.rewinds if rewind.kind == CORRUPTION]
     if found and source.paths:
         with suppress(DamagedCheckpointError):
             known = rewinds_of(Manifest.open(source.paths[0]).state)
             found = [rewind for rewind in found if rewind not in known]
-    save, training = config.checkpoint.save, config.training
-    if found and save is not None and not training.skip_train and config.reliability.on_corruption == "stop":
+    if found:
         fix = f"the same command with --on-corruption exclude, which resumes from step {found[0].limit} or before"
         raise UserError([Problem("E984", f"{save}/{REWINDS_FILE}: {found[0].why}", (fix,))])
 

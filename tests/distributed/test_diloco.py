@@ -480,20 +480,31 @@ def test_a_server_that_ends_while_a_vote_is_awaited_is_lost() -> None:
             waiting.result(10)
 
 
-def test_the_attempt_after_a_failed_one_waits_longer_for_connections() -> None:
-    """Also on a member that had connected to all in the failed one; gloo alone would wait for 2 seconds again."""
+@pytest.mark.parametrize("restarts", [False, True])
+def test_the_attempt_after_a_failed_one_waits_longer_for_connections(restarts: bool) -> None:
+    """Also on a member that had connected to all in the failed one, and on one that has started since.
+
+    Gloo alone would wait for 2 seconds again.
+    """
     port, opened = serve("127.0.0.1", 0)[1], threading.Barrier(2)
     facts = {"starting": True, "position": [0, 0], "whole": True}
 
-    def take_part(index: int) -> int:
+    def begin(index: int) -> Replicas:
         replicas = Replicas(connect(f"127.0.0.1:{port}", 20), 0, 1, 2, timeout=20)
         replicas.index = replicas.claim(index, True, {})
         replicas.watch()
+        return replicas
+
+    def take_part(index: int) -> int:
+        replicas = begin(index)
         members = replicas.agree(facts)
         replicas.group(members)
         opened.wait()
         replicas.abort()
         assert not replicas.decide(members)
+        if restarts and index == 0:
+            replicas.leave()
+            replicas = begin(index)
         members = replicas.agree(facts)
         time.sleep(2.6 * index)
         size = replicas.group(members).size

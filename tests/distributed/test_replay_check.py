@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.rewinds import REWINDS_FILE, read_rewinds, record_corruption
 from megatron.config import plugins
 from megatron.config.checkpoint import CheckpointConfig
@@ -38,7 +39,7 @@ from megatron.training.replay_check.verdict import (
     judge,
     odd_one_out,
 )
-from megatron.training.resume_source import find_resume_source, preview_start
+from megatron.training.resume_source import find_resume_source, preview_start, refuse_suspects
 from megatron.training.trainer import Trainer
 from tests.distributed.corruption import COMMON, LAYOUTS, MOE, Fault, run_layout, run_rank
 from tests.kit.pool import Pool
@@ -58,17 +59,19 @@ SAVES = "--save {0}/saved --save-interval 2"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
-def test_a_flipped_bit_changes_a_digest(dtype: torch.dtype) -> None:
-    x = torch.randn(3, 1001).to(dtype)
+@pytest.mark.parametrize(("size", "offset"), [(3003, 0), (8200, 0), (8200, 1)])
+def test_a_flipped_bit_changes_a_digest(dtype: torch.dtype, size: int, offset: int) -> None:
+    """Of words as long as an element, and of 64 bits: in whole rows, after them, and not aligned."""
+    x = torch.randn(offset + size).to(dtype)[offset:]
     words = x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     before = digest(x)
     rng = random.Random(0)
     for _ in range(100):
-        row, column, bit = rng.randrange(3), rng.randrange(1001), rng.randrange(8 * x.element_size())
+        place, bit = rng.randrange(size), rng.randrange(8 * x.element_size())
         mask = torch.tensor(1, dtype=words.dtype) << bit
-        words[row, column] ^= mask
+        words[place] ^= mask
         assert digest(x) != before
-        words[row, column] ^= mask
+        words[place] ^= mask
     assert digest(x) == before
 
 
@@ -194,19 +197,27 @@ def test_a_step_that_is_not_finite_is_replayed(tmp_path: Path, transient: bool) 
     assert expected in incident.sentence
 
 
-class PassOver(Callback):
-    """Leaves step 3 out."""
-
-    def passes_over(self, step: int) -> bool:
-        return step == 3
-
-
-def test_state_is_not_compared_with_that_of_an_earlier_check(tmp_path: Path) -> None:
-    with patch.dict(plugins._registered, {"callback": {}}):
-        register("callback", "pass_over")(PassOver)
-        outcome = start(tiny_run(tmp_path, "--replay-check 4"))
+@pytest.mark.parametrize(("skipped", "checks"), [("3", 4), ("4 7", 3)])
+def test_state_is_not_compared_with_that_of_an_earlier_check(tmp_path: Path, skipped: str, checks: int) -> None:
+    outcome = start(tiny_run(tmp_path, f"--replay-check 4 --train-iters 10 --iterations-to-skip {skipped}"))
     assert outcome.status == 0, outcome.err
-    assert "3 steps of this start checked" in outcome.out
+    assert f"{checks} steps of this start checked" in outcome.out
+
+
+def test_nothing_is_observed_after_an_error(tmp_path: Path) -> None:
+    trainers: list[Trainer] = []
+
+    def fail(*arguments: Any) -> None:
+        raise OSError
+
+    def spoil(trainer: Trainer) -> None:
+        trainers.append(trainer)
+        next(iter(trainer.chunks.values())).output_layer.register_forward_hook(fail)
+
+    assert start(tiny_run(tmp_path, "--replay-check 1"), before_step(2, spoil)).status == 1
+    [trainer] = trainers
+    assert trainer.mesh.meter.observer is None
+    assert sum(len(module._forward_hooks) for chunk in trainer.chunks.values() for module in chunk.modules()) == 1
 
 
 @pytest.mark.parametrize(("step", "steps"), [(4, [4]), (5, [])])
@@ -254,6 +265,10 @@ def test_a_restart_begins_before_the_corruption(tmp_path: Path, kill: bool) -> N
     assert "E984" in refused.err
     with pytest.raises(UserError, match="E984"):  # with --check-config
         preview_start(tiny_run(tmp_path / "run", f"{SAVES} --replay-check 1".format(tmp_path)), 1)
+    excludes = tiny_run(tmp_path / "run", f"{SAVES} --replay-check 1 --on-corruption exclude".format(tmp_path))
+    source = find_resume_source(excludes.resume_options)
+    with patch.object(Manifest, "open", side_effect=OSError):
+        refuse_suspects(excludes, source)  # reads no checkpoint
     outcome = resume(tmp_path, "--on-corruption exclude")
     assert outcome.status == 0
     assert "step 4, 16 samples" in outcome.out

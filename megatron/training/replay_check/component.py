@@ -175,6 +175,7 @@ class ReplayCheck(Component):
         """Repeat the update of the copies; see :class:`Component`."""
         if self._due:
             self._flags += [self._update.compare(self._trainer.device)]
+        self._at_rest.forget()
         if self._is_due(self._trainer.iteration + 2):  # the next step; this one is not counted yet
             self._at_rest.remember()
 
@@ -206,7 +207,8 @@ class ReplayCheck(Component):
         return {"replay-checks": self._checks, "replay-clean-step": self._clean}
 
     def on_stop(self, error: BaseException | None) -> None:
-        """Report what was checked; see :class:`Component`."""
+        """Report what was checked, and observe no longer; see :class:`Component`."""
+        self._recorder.stop()
         if error is None:
             steps, last = counted(self._checks, "step"), f"the last that was found clean is {self._clean}"
             self.log.note(f"--replay-check: {steps} of this start checked; {last}")

@@ -87,6 +87,7 @@ class StepRecorder(CommObserver):
 
     def start(self) -> None:
         """Record what happens from now on."""
+        self.stop()
         self._record, self._used = StepRecord(), Counter[str]()
         self._trainer.mesh.meter.observer = self
         for chunk in self._trainer.chunks.values():
@@ -96,11 +97,15 @@ class StepRecorder(CommObserver):
 
     def finish(self) -> StepRecord:
         """Return the record since :meth:`start`, and the reduced gradients last."""
-        record, self._record = self._record or StepRecord(), None
-        self._trainer.mesh.meter.observer = None
-        self._hooks.close()
+        record = self._record or StepRecord()
+        self.stop()
         self.record_reduced(record)
         return record
+
+    def stop(self) -> None:
+        """Record nothing from now on."""
+        self._record = self._trainer.mesh.meter.observer = None
+        self._hooks.close()
 
     def record_reduced(self, record: StepRecord) -> None:
         """Append the reduced gradients of this rank's shards."""

@@ -46,7 +46,7 @@ class StateAtRest:
         self._digests = torch.zeros(0, dtype=torch.int64)
 
     def forget(self) -> None:
-        """Forget the digests, because the state was set."""
+        """Forget the digests, because the state was set or updated."""
         self._names = []
 
     def remember(self) -> None:
@@ -55,9 +55,8 @@ class StateAtRest:
             self._names, self._digests = [*state], torch.stack([digest(x) for x in state.values()])
 
     def compare(self) -> Flags:
-        """Return what differs from the digests, and forget them: they are those of one update."""
+        """Return what differs from the digests; nothing does if there are none."""
         state, names = self._state(), self._names
-        self.forget()
         found = torch.zeros(0, dtype=torch.bool, device=self._trainer.device)
         if names:
             found = torch.stack([digest(state[name]) for name in names]) != self._digests

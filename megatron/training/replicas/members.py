@@ -305,7 +305,7 @@ class Replicas:
         self.meter = CommMeter()
         # Number of the next attempt, and of the last one that was committed here.
         self.attempt, self.series = 0, -1
-        self._watched, self._patience = False, CONNECT_SECONDS
+        self._watched = False
         self._tried, self._failures = list[Member](), 0  # members of the last attempt, and how often they failed since
         self._store = store
         self._group: tuple[tuple[Member, ...], Group] | None = None
@@ -624,7 +624,7 @@ class Replicas:
             )
         committed = decision == "commit"
         if committed:
-            self.series, self._tried, self._patience = self.attempt, [], CONNECT_SECONDS
+            self.series, self._tried = self.attempt, []
             if self.leader:
                 self._ask(self._store.set, f"took part/{self.id}", "1")
         else:
@@ -697,15 +697,17 @@ class Replicas:
         if len(members) == 1:
             return Group(axes=AXES, meter=self.meter)
         prefix = distributed_c10d.PrefixStore(f"{self.attempt}/group/{self.rank}", self._store)
-        self._opened, size = self.attempt, len(members)
+        self._opened, size, patience = self.attempt, len(members), self.timeout
         if self._watched and isinstance(self._store, StoreClient):
             ends = [f"{self.attempt}/decision", *(f"gone/{member.id}" for member in members)]
             self._store.given_up = partial(self._store.check_any, ends)
+            # gloo tries for as long as this to reach a member that is gone; the same on members that have just started
+            failed = 0
+            while self._read(f"{self.attempt - 1 - failed}/decision") == ["abort"]:
+                failed += 1
+            patience = min(self.timeout, CONNECT_SECONDS * 2**failed)
         gloo = dist.ProcessGroup.BackendType.GLOO
         handle = dist.ProcessGroup(prefix, mine, size)
-        patience = min(self.timeout, self._patience) if self._watched else self.timeout
-        # Until a commit, on all members alike: gloo tries for as long as this to reach a member that is gone.
-        self._patience *= 2
         backend = dist.ProcessGroupGloo(prefix, mine, size, timedelta(seconds=patience))
         backend._set_default_timeout(timedelta(seconds=self.timeout))
         handle._set_default_backend(gloo)
