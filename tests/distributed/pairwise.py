@@ -52,16 +52,12 @@ def pairs_of(choice: Choice) -> set[Pair]:
     return {frozenset(pair) for pair in combinations(choice.items(), 2)}
 
 
-def shortened(cases: Sequence[Choice], times: int) -> list[Choice]:
-    """Return cases, chosen greedily, in which each value occurs so many times, or as often as in all."""
-    often = Counter(value for choice in cases for value in choice.items())
-    left = Counter({value: min(count, times) for value, count in often.items()})
-    rest, chosen = list(cases), list[Choice]()
+def shortened(cases: Sequence[Choice]) -> list[Choice]:
+    """Return cases, chosen greedily, in which each value of a factor occurs."""
+    left, chosen = {value for choice in cases for value in choice.items()}, list[Choice]()
     while left:
-        best = max(rest, key=lambda choice: sum(value in left for value in choice.items()))
-        rest.remove(best)
-        chosen.append(best)
-        left -= Counter(best.items())
+        chosen.append(max(cases, key=lambda choice: len(left & choice.items())))
+        left -= chosen[-1].items()
     return chosen
 
 
