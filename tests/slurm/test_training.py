@@ -1,6 +1,6 @@
 """``SMALL=1 sbatch slurm/train_175b.sh`` on nodes of four: time limits, lost nodes, a cut network change no bit.
 
-Ranks are PP2 x VPP2 with all overlaps; the slow form has three replicas and the distributed optimizer besides.
+Ranks are PP2 x VPP2 with all overlaps; the large form has three replicas and the distributed optimizer besides.
 """
 
 from __future__ import annotations
