@@ -101,7 +101,7 @@ source slurm/nodes.sh
 # ---- Rendezvous: on the head node. It has no password, and torchrun's runs what anyone sends to it (SECURITY.md).
 
 LAUNCHER=${LAUNCHER:-srun} RANK_ORDER=${RANK_ORDER:-} CPU_BIND=${CPU_BIND:-}
-# Ranks must not share the agents' store: restarted ranks would find keys of the dead ones in it.
+# Ranks must not share the agents' store: an agent that joins later would wait in vain for its address.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # True where Slurm cannot bind tasks to cores: srun would say so at every start.

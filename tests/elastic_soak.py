@@ -199,8 +199,8 @@ def make_run(folder: Path, setup: str, seed: int, deaths: int, pace: float) -> R
                 time.sleep(0.1)
                 wake(fleet, run, stopped)
             fleet.wait(lambda: all(fleet.is_back(index) for index in range(count)), 0.0)
-            taken = fleet.last_step()
             fleet.kill(*range(count))
+            taken = fleet.last_step()
             measure(fleet, run)
             one = None
             if "shrink" not in flags:

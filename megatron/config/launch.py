@@ -86,14 +86,14 @@ class JobStart:
 def launch_notes(environ: Mapping[str, str]) -> list[str]:
     """Return notes if this is one process though a launcher has left a number of ranks, or if restarts may fail.
 
-    New ranks would find keys of dead ones in the store of torchrun's agents.
+    Torch's agents write the address of a store that they share once only, so an agent that comes later waits in vain.
     """
     if environ.get("WORLD_SIZE", "1") != "1" and "RANK" not in environ:
         return [f"WORLD_SIZE={environ['WORLD_SIZE']} has no effect without RANK: this is a single process"]
     if not _number(environ, "TORCHELASTIC_MAX_RESTARTS", 0) or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return []
     return [
-        "--max-restarts: restarted ranks would connect to dead ones and fail; before torchrun: "
+        "--max-restarts: a machine that comes back cannot join, and the others fail; before torchrun: "
         "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     ]
 

@@ -66,6 +66,11 @@ def init_distributed(backend: str | None, timeout: timedelta, device: torch.devi
 class MissingRanksError(TimeoutError):
     """Some ranks did not join in time."""
 
+    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
+        """Name the ``ranks`` that are missing."""
+        super().__init__(text)
+        self.ranks = ranks
+
 
 LATE_SECONDS = 8.0
 """Seconds after which ranks that have not joined are reported, and once a minute from then on."""
@@ -94,7 +99,7 @@ def _wait_for_ranks(
             ranks = missing()
             text = f"waiting for {len(ranks)} of {place}: {listed_ranks(ranks)}"
             if expired:
-                raise MissingRanksError(f"{text}; --distributed-timeout-minutes are over")
+                raise MissingRanksError(f"{text}; --distributed-timeout-minutes are over", ranks)
             echo(text, file=sys.stderr, flush=True)
         time.sleep(pause)
         pause = min(0.5, 1.25 * pause)
@@ -105,7 +110,10 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Stor
 
     The agents of torchrun host a store themselves. The store has no password. If ``MASTER_ADDR`` is an IP address,
     rank 0 listens on that one only; a name may stand for another address on its own machine than elsewhere. Rank 0, and
-    the first rank of a machine that cannot reach it, print which ranks are missing.
+    a rank of a machine that cannot reach it, print which ranks are missing.
+
+    Returns:
+        The store, with keys of this start alone.
 
     Raises:
         UserError: when rank 0 cannot listen at the port, or another process has this rank.
@@ -114,26 +122,52 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Stor
     host, size = os.environ["MASTER_ADDR"], launch.world_size
     waiting = f"{size} ranks at {host}:{launch.port}", time.monotonic() + timeout.total_seconds()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = next(iter(rendezvous("env://", launch.rank, size, timeout=timeout)))[0]
-        store.set(f"joined/{launch.rank}", "")  # ranks that start again may have the same store
+        shared = next(iter(rendezvous("env://", launch.rank, size, timeout=timeout)))[0]
     else:
-        store = _host_or_reach_store(launch, timeout, *waiting)
+        shared = _host_or_reach_store(launch, timeout, *waiting)
+    current = _join_start(shared, launch.rank)
 
     def missing() -> list[int]:
+        store = current()
         return [rank for rank in range(size) if not store.check([f"joined/{rank}"])]
 
     if launch.rank == 0:
         _wait_for_ranks(lambda: not missing(), missing, *waiting, reports=True)
-        store.set("joined/all", "")
-    _wait_for_ranks(lambda: store.check(["joined/all"]), missing, *waiting, reports=False)
-    return store
+        current().set("joined/all", "")
+    _wait_for_ranks(lambda: current().check(["joined/all"]), missing, *waiting, reports=False)
+    return current()
+
+
+def _join_start(shared: dist.distributed_c10d.Store, rank: int) -> Callable[[], dist.distributed_c10d.Store]:
+    """Return a function that joins the newest start, and returns its part of a store.
+
+    The store of torchrun's agents outlives the ranks, and has keys of ended ones. Rank 0 counts the starts, because
+    torchrun's count of restarts differs between machines. A start that was complete before this rank joined has ended.
+    """
+
+    def part(start: int) -> dist.distributed_c10d.Store:
+        return dist.PrefixStore(f"start {start}", shared)  # type: ignore[attr-defined]
+
+    joined = shared.add("starts", 1) if rank == 0 else 0
+    part(joined).set(f"joined/{rank}", "")
+
+    def current() -> dist.distributed_c10d.Store:
+        nonlocal joined
+        newest = shared.add("starts", 0)
+        if newest > joined and not part(newest).check(["joined/all"]):
+            joined = newest
+            part(joined).set(f"joined/{rank}", "")
+        return part(joined)
+
+    return current
 
 
 def _host_or_reach_store(launch: Launch, timeout: timedelta, place: str, end: float) -> dist.distributed_c10d.Store:
     """Host the store on rank 0, and connect to it elsewhere; see :func:`open_store`."""
     host = os.environ["MASTER_ADDR"]
     if launch.rank:
-        _wait_for_ranks(lambda: _is_listening(host, launch.port), lambda: [0], place, end, launch.local_rank == 0)
+        reports = launch.local_rank == 0 or launch.rank == 1  # on the machine of rank 0
+        _wait_for_ranks(lambda: _is_listening(host, launch.port), lambda: [0], place, end, reports)
     try:
         store: dist.distributed_c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
             host,

@@ -385,6 +385,8 @@ class ElasticReplica(Component):
             left = run_on_rank0(lambda: replicas.wait_for_first(self._members), self.world)
             self._members = self._members[len(self._members) - left :]
         if self._members and replicas.index != self._members[0].index:
+            self._resources.close()  # the first one supersedes this lease
+            self._lease = saver.lease = None
             return False
         save = self.trainer.config.checkpoint.save
         if self._lease is None and save is not None:

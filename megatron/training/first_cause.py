@@ -64,7 +64,8 @@ def is_first_failure(error: BaseException) -> bool:
     if not register_failure():
         return False
     if isinstance(error, MissingRanksError):  # all name the same ranks, and have no store: one of each machine reports
-        return Launch.read(os.environ).local_rank == 0
+        launch = Launch.read(os.environ)
+        return launch.local_rank == 0 or launch.rank - launch.local_rank in error.ranks
     if isinstance(error, SupersededError):  # the folder belongs to a later start
         return True
     claimed = within(DISK_SECONDS, claim_first_failure, True)

@@ -68,6 +68,7 @@ class RankLog:
         self._file = self._open()
         self._size = os.fstat(self._file).st_size
         self._hangs: threading.Thread | None = None  # waits for a disk that has not answered in time
+        self.lock = threading.Lock()  # of the threads that write
         self.write(f"{'' if self._size == 0 else chr(10)}==== {time.strftime('%Y-%m-%d %H:%M:%S %z')} {header}\n")
 
     def _open(self) -> int:
@@ -80,7 +81,12 @@ class RankLog:
         """Act in a thread, and wait until it is done, or the disk hangs; do nothing while the disk hangs."""
         if self._hangs is not None and self._hangs.is_alive():
             return
-        thread = threading.Thread(target=act, name="rank log", daemon=True)
+
+        def act_alone() -> None:
+            with self.lock:
+                act()
+
+        thread = threading.Thread(target=act_alone, name="rank log", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no memory for a thread, or Python ends
@@ -166,6 +172,15 @@ _open_log: RankLog | None = None
 """Of this process, like the handlers of ``logging``."""
 
 
+def renew_lock() -> None:
+    """Give the log of a forked process a lock of its own: the thread that holds the other is not there."""
+    if _open_log is not None:
+        _open_log.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=renew_lock)
+
+
 @contextmanager
 def rank_log(run_dir: str | None, rank: int, world_size: int, environ: Mapping[str, str]) -> Iterator[None]:
     """Keep the log of this rank open; without a folder, or if it cannot be written, do nothing."""
@@ -221,7 +236,7 @@ def write_text(text: str) -> None:
 
 
 def set_level(level: int) -> tuple[bool, str]:
-    """Set the level of Python's logging, whose records go into the log; return whether, and where to find them.
+    """Set the level of Python's logging, whose records go into the log; return whether it was set, and a sentence.
 
     Warnings go to stderr as before.
     """

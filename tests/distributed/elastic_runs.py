@@ -33,7 +33,7 @@ LAST_CALL_SECONDS = 3
 """Seconds that a sufficient number of agents waits for more of them; torchrun's default is 30."""
 
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Ranks of a start meet in their own store, not in the agents' store, which has the ranks of earlier starts."""
+"""Ranks of a start meet in their own store; with the agents' store, an agent that comes later cannot join."""
 
 Strike = Callable[[Trainer], None]
 
@@ -150,7 +150,8 @@ class Job:
         )
         log = self.folder / f"agent{len(self.agents)}.txt"
         arguments = config, self.folder, self.flags, self.plans
-        self.agents.append(ForkedProgram(run_agent, *arguments, output=log, environment=OWN_STORE))
+        environment = OWN_STORE if self.nodes > 1 else {}
+        self.agents.append(ForkedProgram(run_agent, *arguments, output=log, environment=environment))
         return self.agents[-1]
 
     def wait(self, true: Callable[[], bool], seconds: float = 120.0) -> None:

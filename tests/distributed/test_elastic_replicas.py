@@ -73,7 +73,9 @@ def lose(fleet: Fleet, *indices: int) -> None:
 
 
 def test_runs_that_differ_are_refused_and_a_lost_server_ends_replicas_with_the_last_step_saved(tmp_path: Path) -> None:
-    flags = f"{BASE} --global-batch-size 2 --train-iters 400 --elastic-timeout 2 --save {tmp_path}/saved"
+    """Before that, the writer changes twice, so replica 1 writes again after replica 0 has."""
+    saves = f"--save {tmp_path}/saved --save-interval 4"
+    flags = f"{BASE} --global-batch-size 2 --train-iters 400 --elastic-timeout 2 {saves}"
     with Fleet(tmp_path / "run", flags, 2) as fleet:
         fleet.allow(3)
         fleet.start(0, 1)
@@ -82,11 +84,19 @@ def test_runs_that_differ_are_refused_and_a_lost_server_ends_replicas_with_the_l
             refused = start(tiny_run(tmp_path / code, f"{fleet.flags} {more}"))
             assert refused.status == 2
             assert code in refused.err
+        for last in (4, 12):
+            fleet.kill(0)
+            fleet.allow(last)
+            fleet.wait((tmp_path / f"saved/iter_{last:07d}/COMPLETE").exists)
+            fleet.start(0)
+            fleet.join(0)
+            fleet.advance((tmp_path / f"saved/iter_{last + 4:07d}/COMPLETE").exists)
+        fleet.advance(lambda: fleet.last_step() > 16)
         fleet.server.stop()
         fleet.allow(400)
         assert set(fleet.wait_for_end(0, 1)) == {1}
         assert "the replica server is gone" in fleet.output()
-        assert saved_steps(tmp_path / "saved") == [fleet.step_of(0)]
+        assert saved_steps(tmp_path / "saved") == [4, 8, 12, 16, fleet.step_of(0)]
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ MERGED = 0.006
 
 MAX_MARKS = 40
 
-FLAG_WIDTH = 12.0
+FLAG_WIDTH = 15.0
 """Width of a letter above a chart, of `SIZE`."""
 
 MARKS = {
@@ -220,7 +220,10 @@ class ChartBook:
         yield f'<span class="note">{escape(chart.note)}</span>' if chart.note else ""
         yield from self._legend(chart, drawn)
         yield "</figcaption>"
-        yield f'<div class="plot" role="img" aria-label="{escape(self._description(chart, drawn))}">'
+        shown = merge_marks(self.marks, self.low, self.high) if chart.marks else []
+        levels = self._levels(shown) if chart.labels else []
+        above = f"--rows:{max(levels, default=0)}"
+        yield f'<div class="plot" style="{above}" role="img" aria-label="{escape(self._description(chart, drawn))}">'
         yield f'<svg viewBox="0 0 {SIZE:.0f} {SIZE:.0f}" preserveAspectRatio="none" aria-hidden="true">'
         for number, (_, first, last) in enumerate(self.phases):
             if number % 2:
@@ -231,7 +234,6 @@ class ChartBook:
         yield '<g class="grid">'
         yield from (f'<path d="M0 {y:.1f}H{SIZE:.0f}"/>' for y in heights)
         yield "</g>"
-        shown = merge_marks(self.marks, self.low, self.high) if chart.marks else []
         for mark, _ in shown:
             yield f'<path class="mark {mark.kind}" d="M{self._x(mark.x):.1f} 0V{SIZE:.0f}"/>'
         curves = [self._curve(curve, scale, number) for number, curve in enumerate(drawn)]
@@ -246,7 +248,7 @@ class ChartBook:
         for tick in round_ticks(self.low, self.high, 5):
             yield f'<span style="left:{self._x(tick) / SIZE * 100:.2f}%">{compact(tick)}</span>'
         yield "</div>"
-        yield from self._flags(shown) if chart.labels else ()
+        yield from self._flags(shown, levels) if chart.labels else ()
         yield "</div></figure>"
         self.data.append(
             {
@@ -308,15 +310,22 @@ class ChartBook:
         values = [float(f"{v:.6g}") if math.isfinite(v) else None for v in y.tolist()]
         return element, {"x": [float(f"{v:.9g}") for v in x.tolist()], "y": values}
 
-    def _flags(self, shown: Sequence[tuple[Mark, int]]) -> Iterator[str]:
+    def _levels(self, shown: Sequence[tuple[Mark, int]]) -> list[int]:
+        """Return the row above the chart of each letter: the lowest with place for it."""
+        levels, rows = list[int](), list[float]()  # place of the last letter of each row
+        for mark, _ in shown:
+            place = self._x(mark.x)
+            level = next((n for n, last in enumerate(rows) if place - last >= FLAG_WIDTH), len(rows))
+            rows[level : level + 1] = [place]
+            levels.append(level)
+        return levels
+
+    def _flags(self, shown: Sequence[tuple[Mark, int]], levels: Sequence[int]) -> Iterator[str]:
         """Yield the letters above the marks, which show their texts."""
         yield '<div class="flags">'
-        place, level = -SIZE, 0
-        for mark, count in shown:
+        for (mark, count), level in zip(shown, levels):
             text = mark.text if count == 1 else f"{count} of: {mark.text}"
-            level = level + 1 if self._x(mark.x) - place < FLAG_WIDTH else 0  # beside those of the same place
-            place = self._x(mark.x)
-            style = f"left:{place / SIZE * 100:.3f}%;--level:{level}"
+            style = f"left:{self._x(mark.x) / SIZE * 100:.3f}%;--level:{level}"
             yield f'<span class="flag {mark.kind}" data-x="{mark.x:.0f}" style="{style}" title="{escape(text)}">'
             yield f"{MARKS[mark.kind][0]}</span>"
         for name, first, last in self.phases:

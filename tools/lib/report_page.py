@@ -52,7 +52,8 @@ MAX_PICTURE_BYTES = 2 << 20
 PNG = b"\x89PNG\r\n"
 MAX_TEXT = 2_000  # characters of a text
 NOT_MEASURED = "not measured"
-REFUSED = re.compile(r"(note: |(?!E707)E\d{3} )")  # errors of flags and files before the first step; E707 comes later
+REFUSED = re.compile(r"(note: |E\d{3} )")  # errors of flags and files; some come in the middle of a run
+END_SECONDS = 60.0  # between the last record of a start and the error that ends it
 STRIPED = ("unrecorded", "waiting", "bubble", "data")  # parts of bars on which no word can be read
 HEAT_LEVELS = (0, 25, 50, 75, 90, 110, 150, 200, 400)
 """Lower ends of the colours of a heat map, in percent of the mean load; 0 stands for an idle expert alone."""
@@ -404,13 +405,19 @@ def _incidents(record: RunRecord) -> Iterator[str]:
         rows = [["failed at (UTC)", "rank", "machine", "kind", "error"]]
         for failure in record.failures[-MAX_ROWS:]:
             rank, host, kind, text = (str(failure.get(name, "")) for name in ("rank", "host", "kind", "sentence"))
-            if kind != "other" or not REFUSED.match(text):
+            if kind != "other" or not REFUSED.match(text) or is_in_a_start(record, failure.get("time")):
                 rows.append([at_or_nothing(failure.get("time")), rank, host, kind, text[:MAX_TEXT]])
         yield from html_table(rows, words=4) if len(rows) > 1 else ()
         yield "</section>"
     if record.journal:
         yield f"<details><summary>Journal ({counted(len(record.journal), 'line')} of incidents.md)</summary>"
         yield f"<pre>{short(chr(10).join(record.journal[-MAX_ROWS:]), 200_000)}</pre></details>"
+
+
+def is_in_a_start(record: RunRecord, seconds: Any) -> bool:
+    """Return True if a start of the run was under way at a time."""
+    known = isinstance(seconds, int | float)
+    return known and any(start.time <= seconds <= start.end + END_SECONDS for start in record.starts)
 
 
 def at_or_nothing(seconds: Any) -> str:

@@ -112,9 +112,10 @@ def _add_start(
         "saving": sum(seconds for at, seconds in start.saves if at > ready),
     }
     if start.ending == "error":
-        since = float(times[-2]) if len(times) > 1 else ready  # the error itself logs the last line
+        logged = len(times) > 0 and times[-1] > start.end - 1.0  # the last line is that of the error
+        since = float([ready, *times][-2 if logged else -1])
         paused = sum(seconds for at, seconds in (*start.evaluations, *start.saves) if at > since)
-        parts["failed"] = max(0.0, start.end - since - paused - float(taken[-1:].sum()))
+        parts["failed"] = max(0.0, start.end - since - paused - logged * float(taken[-1:].sum()))
     known = sum(parts.values())
     if known > wall > 0:  # clocks differ by a little
         parts = {name: seconds * wall / known for name, seconds in parts.items()}

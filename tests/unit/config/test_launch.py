@@ -178,7 +178,7 @@ def test_a_thread_returning_from_torch_does_not_abort_a_finished_run() -> None:
     assert subprocess.run([sys.executable, "-c", COMES_BACK], stderr=subprocess.DEVNULL, timeout=60).returncode == 0
 
 
-def test_restarts_that_would_meet_the_dead_are_reported() -> None:
+def test_restarts_that_no_machine_could_join_are_reported() -> None:
     """torch 2.13 shares the store of torchrun's agents with the ranks of every start, unless a variable forbids it."""
     message = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     flags = ["--preset", "tiny-llama", "--mock-data", "--vocab-size", "512", "--train-iters", "4"]

@@ -23,7 +23,7 @@ from megatron.training.components.power import powercap_counters
 from megatron.training.incidents import Incident, record_incident
 from tests.kit.browser import Browser, find_browser, open_browser
 from tests.kit.runs import before_step, kill, records, start, tiny_run
-from tools.lib.charts import Mark, merge_marks, thin
+from tools.lib.charts import FLAG_WIDTH, Chart, ChartBook, Curve, Mark, merge_marks, thin
 from tools.lib.report_facts import happenings
 from tools.lib.report_page import PageOptions, page_around, report_body, report_page
 from tools.lib.report_server import LOOPBACK, LivePage, make_server
@@ -196,8 +196,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for kind in ("warning", "incident", "samples"):
             file.write(json.dumps({"event": kind, "text": HOSTILE, "kind": "spike", **counts}) + "\n")
     record_incident(folder, Incident("spike", 12, HOSTILE, {"<script>": HOSTILE}))
-    for kind, text in (("lost-contact", f"stalled {HOSTILE}"), ("other", "E825 the batch is not the checkpoint's")):
-        line = {"time": 1796067104.3, "rank": 3, "host": "n7", "local_rank": 3, "kind": kind, "sentence": text}
+    for kind, text, seconds in (
+        ("lost-contact", f"stalled {HOSTILE}", 1796067104.3),
+        ("other", "E825 the batch is not the checkpoint's", 1e9),
+        ("other", "E983 a step differs from its replay", records(folder)[-1]["time"] - 0.1),
+    ):
+        line = {"time": seconds, "rank": 3, "host": "n7", "local_rank": 3, "kind": kind, "sentence": text}
         with (folder / "failures.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
     config = yaml.safe_load((folder / "config.yaml").read_text())
@@ -274,6 +278,7 @@ def test_failures_have_time_rank_and_machine_and_a_refused_start_is_none(run: Pa
     assert row is not None
     assert row[1] == "2026-11-30 19:31:44"
     assert "E825" not in page
+    assert "E983 a step differs" in page
 
 
 def test_the_time_of_a_stall_is_no_training(tmp_path: Path) -> None:
@@ -288,6 +293,14 @@ def test_the_time_of_a_stall_is_no_training(tmp_path: Path) -> None:
     log.begin(3, {"python": 2.0}, 1.0)
     log.log()
     log.spend("failed", 7.0)  # of the first step after a line
+    log.write(event="error", text="not finite")
+    log.spend("waiting", 5.0)
+    log.begin(3, {"python": 2.0}, 1.0)
+    log.log()
+    log.spend("other", 30.0)
+    log.take(1.0)
+    log.log()
+    log.spend("failed", 7.0)
     log.write(event="error", text="not finite")
     expected = {part: log.ledger.get(part, 0.0) for part in PARTS}
     assert run_hours(read_record(tmp_path)).parts == pytest.approx(expected, abs=1e-3)
@@ -383,6 +396,18 @@ def test_many_marks_become_few() -> None:
     merged = merge_marks(marks, 0.0, 1000.0)
     assert len(merged) <= 41
     assert sum(count for _, count in merged) == 1000
+
+
+def test_letters_stay_above_their_marks_and_hide_no_other() -> None:
+    kinds = ("error", "restart")
+    marks = [Mark(kinds[n % 2], 9.0 * n, "") for n in range(30)]
+    chart = Chart("loss", "Loss", [Curve("loss", np.array([0.0, 1000.0]), np.ones(2))], labels=True)
+    page = "".join(ChartBook(0.0, 1000.0, marks).draw(chart))
+    letters = re.findall(r'class="flag.*?left:([\d.]+)%;--level:(\d+)', page)
+    rows = {level: [float(left) for left, each in letters if each == level] for _, level in letters}
+    assert len(letters) == 30
+    assert len(rows) == 2
+    assert all(np.diff(row).min() >= FLAG_WIDTH / 10 for row in rows.values())
 
 
 # ---- Energy

@@ -264,11 +264,13 @@ def test_the_machine_is_named_in_runs_on_several(environ: Mapping[str, str], lab
     assert rank_label(Launch.read(environ), environ) == label
 
 
-@pytest.mark.parametrize("local_rank", [0, 1])
-def test_one_rank_of_a_machine_reports_those_that_do_not_join(local_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("local_rank", "missing", "reported"), [(0, 3, True), (1, 3, False), (1, 4, True)])
+def test_one_rank_of_a_machine_reports_those_that_do_not_join(
+    local_rank: int, missing: int, reported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (HERE | {"LOCAL_RANK": str(local_rank)}).items():
         monkeypatch.setenv(name, value)
-    assert is_first_failure(MissingRanksError("waiting for rank 3")) == (local_rank == 0)
+    assert is_first_failure(MissingRanksError("waiting for a rank", [missing])) == reported
 
 
 GONE = refused(UserError([Problem("E207", "has 7 GPUs")]))

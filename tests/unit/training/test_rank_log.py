@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,22 @@ def test_a_full_log_makes_place_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(files) == ["rank_00000.log", "rank_00000.log.1"]
     assert "line 99 " in files["rank_00000.log"] + files["rank_00000.log.1"]
     assert "in test_a_full_log" in files["rank_00000.log"]  # through the descriptor that it had before
+
+
+def test_texts_of_several_threads_are_all_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 20_000)
+    replace = Path.replace
+
+    def slow(path: Path, target: str) -> Path:
+        time.sleep(0.01)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", slow)
+    with rank_log(str(tmp_path), 0, 1, {}), ThreadPoolExecutor(8) as threads:
+        for thread in range(8):
+            threads.submit(lambda thread=thread: [write_text(f"{thread}-{n} {'x' * 90}\n") for n in range(40)])
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "ranks").iterdir()}
+    assert sizes["rank_00000.log.1"] > 19_000
 
 
 def test_disks_that_cannot_be_written_cost_a_warning(

@@ -25,7 +25,7 @@ from megatron.config.errors import UserError
 from megatron.config.launch import Launch, threads_exceed_cores
 from megatron.data.errors import DataError
 from megatron.data.loader import build_data
-from megatron.distributed.launch import MissingRanksError, open_store
+from megatron.distributed.launch import FAILED_KEY, MissingRanksError, open_store
 from megatron.training import main, startup
 from megatron.training import start as start_module
 from megatron.training.build import build_trainer
@@ -224,13 +224,15 @@ def test_a_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
 
     def join(rank: int, size: int, port: int, minutes: float) -> Store:
-        return open_store(Launch("torchrun", rank, size, port=port), timedelta(minutes=minutes))
+        return open_store(Launch("torchrun", rank, size, local_rank=rank, port=port), timedelta(minutes=minutes))
 
     for rank, absent in ((0, 1), (1, 0)):
         port = free_port()
-        with pytest.raises(MissingRanksError, match=f"waiting for 1 of 2 ranks at 127.0.0.1:{port}: rank {absent}"):
+        text = f"waiting for 1 of 2 ranks at 127.0.0.1:{port}: rank {absent}"
+        with pytest.raises(MissingRanksError, match=text) as missed:
             join(rank, 2, port, 0.005)
-        assert f"waiting for 1 of 2 ranks at 127.0.0.1:{port}: rank {absent}\n" in capsys.readouterr().err
+        assert missed.value.ranks == [absent]
+        assert f"{text}\n" in capsys.readouterr().err
     port = free_port()
     with ThreadPoolExecutor(3) as threads:
         stores = [threads.submit(join, rank, 3, port, 1) for rank in (2, 0, 1)]
@@ -249,7 +251,17 @@ def test_a_rank_that_does_not_join_is_named_under_torchrun_too(monkeypatch: pyte
             with pytest.raises(MissingRanksError, match=r"waiting for 1 of 3 ranks at .*: rank 1; "):
                 each.result()
         joined = [threads.submit(open_store, launch, timedelta(minutes=1)) for launch in launches]
-        assert all(each.result().check(["joined/all"]) for each in joined)
+        assert [each.result().add(FAILED_KEY, 1) for each in joined] == [1, 2, 3]
+        late = [threads.submit(open_store, launch, timedelta(seconds=1)) for launch in launches[1:]]
+        for each in late:  # of the next start, in which rank 0 is missing
+            with pytest.raises(MissingRanksError, match=r"waiting for 1 of 3 ranks at .*: rank 0; "):
+                each.result()
+        fewer = [replace(launch, world_size=2) for launch in launches[:2]]
+        joined = [threads.submit(open_store, fewer[1], timedelta(minutes=1))]
+        time.sleep(0.3)
+        assert not joined[0].done()
+        joined.append(threads.submit(open_store, fewer[0], timedelta(minutes=1)))
+        assert [each.result().add(FAILED_KEY, 1) for each in joined] == [1, 2]
 
 
 def test_a_rank_that_is_started_twice_and_a_port_in_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
