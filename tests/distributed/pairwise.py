@@ -52,6 +52,15 @@ def pairs_of(choice: Choice) -> set[Pair]:
     return {frozenset(pair) for pair in combinations(choice.items(), 2)}
 
 
+def shortened(cases: Sequence[Choice]) -> list[Choice]:
+    """Return cases, chosen greedily, in which each value of a factor occurs."""
+    left, chosen = {value for choice in cases for value in choice.items()}, list[Choice]()
+    while left:
+        chosen.append(max(cases, key=lambda choice: len(left & choice.items())))
+        left -= chosen[-1].items()
+    return chosen
+
+
 Change = tuple[Choice, str, Any]
 
 

@@ -124,7 +124,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=pytest.mark.slow if n in ("fragments", "overlapped") else ()) for n in CASES]
+)
 def test_replicas_follow_the_papers(case: str) -> None:
     count, options = CASES[case]
     flags = f"{FP64} --train-iters 9 --weight-decay 0.1"
@@ -211,7 +213,13 @@ OTHERS = "--diloco-fragments 2 --diloco-delay 1 --diloco-mix 0.5 --diloco-int8"
 
 @pytest.mark.parametrize(
     ("kind", "count", "flags"),
-    [("nan", 2, ""), ("-inf", 3, ""), ("1e30", 2, ""), ("1e30", 3, OTHERS), ("nan", 3, OTHERS)],
+    [
+        pytest.param("nan", 2, "", marks=pytest.mark.slow),
+        ("-inf", 3, ""),
+        ("1e30", 2, ""),
+        pytest.param("1e30", 3, OTHERS, marks=pytest.mark.slow),
+        ("nan", 3, OTHERS),
+    ],
 )
 def test_a_replica_with_absurd_weights_is_left_out_by_all(kind: str, count: int, flags: str) -> None:
     """The others go on as if it had left before: with the mean of their own progress."""

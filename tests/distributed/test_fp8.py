@@ -151,7 +151,28 @@ def largest_deviation(steps: Sequence[StepTrace], wanted: Case) -> float:
     return max(d.error for i, (got, ref) in enumerate(pairs) for d in compare_traces(i, got, ref, 1e-5, LR))
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = (
+    "tensorwise-tp2-sp",
+    "tensorwise-tp2-sp-dp2",
+    "rowwise-tp2-sp",
+    "wgrad",
+    "recomputed",
+    "tensorwise-cp2-tp2-sp",
+    "tensorwise-cp4-heads",
+    "tensorwise-cp2-zb-v",
+    "rowwise-cp2-tp2",
+    "rowwise-cp2-dp2",
+    "rowwise-cp4-both",
+    "mxfp8-cp2-tp2-sp",
+    "mxfp8-tp2-sp",
+    "blockwise-tp2-sp",
+    "blockwise-tp2-sp-chunks",
+    "rowwise-experts-ep2",
+)
+"""Cases whose recipe, axes and options others have, too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_layouts_agree(pool: Pool, name: str) -> None:
     assert largest_deviation(run_on(pool, CASES[name]), CASES[name]) <= 1e-10
 
@@ -174,12 +195,12 @@ def run_with_scales_of_parts(rank: int, world_size: int, wanted: Case, forgotten
 @pytest.mark.parametrize(
     ("name", "forgotten"),
     [
-        ("tensorwise-tp2", "tp"),
+        pytest.param("tensorwise-tp2", "tp", marks=pytest.mark.slow),
         ("rowwise-tp2-sp", "tp"),
         ("tensorwise-cp3-gathered", "cp"),
-        ("tensorwise-cp2-tp2-sp", "tp"),
-        ("tensorwise-cp2-tp2-sp", "cp"),
-        ("rowwise-cp2-heads-tp2-sp", "cp"),
+        pytest.param("tensorwise-cp2-tp2-sp", "tp", marks=pytest.mark.slow),
+        pytest.param("tensorwise-cp2-tp2-sp", "cp", marks=pytest.mark.slow),
+        pytest.param("rowwise-cp2-heads-tp2-sp", "cp", marks=pytest.mark.slow),
         ("rowwise-experts-biases-etp2", "etp"),
     ],
 )

@@ -499,7 +499,9 @@ COMPRESSED = {
 }
 
 
-@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("powersgd", "pipeline") else ()) for n in COMPRESSED]
+)
 def test_a_run_goes_on_to_the_bit(pool: Pool, tmp_path: Path, name: str) -> None:
     config = run_of(tmp_path, COMPRESSED[name], 4)
     whole = pool.run(4, save_and_go_on, config)
@@ -531,7 +533,7 @@ CHANGES = {
 }
 
 
-SLOW_CHANGES = "more", "TP", "stages"
+SLOW_CHANGES = "fewer", "more", "TP", "stages", "more stages"
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ def run_of(flags: str, ranks: int) -> RunConfig:
     return parse(f"{RUN} {flags}".split(), {"RANK": "0", "WORLD_SIZE": str(ranks)}).config
 
 
-@pytest.mark.parametrize("saved", ["gpt", pytest.param("pattern", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_hybrid.py does it on one process
+@pytest.mark.parametrize("saved", ["gpt", "pattern"])
 def test_either_spelling_goes_on_with_a_checkpoint_of_the_other(pool: Pool, tmp_path: Path, saved: str) -> None:
     (loaded,) = SPELLINGS.keys() - {saved}
     cut = "--tensor-model-parallel-size 2 --sequence-parallel"

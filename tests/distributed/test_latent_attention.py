@@ -119,7 +119,11 @@ CASES |= {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("p2p", "all_gather, wide values", "a2a, sinks, documents", "sp, all recomputed")
+"""Cases whose features others have, too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_every_layout_computes_the_same(pool: Pool, name: str) -> None:
     one = CASES[name]
     assert_like_one_process(pool.run(one.world_size, run_in_small_tiles, one), one)

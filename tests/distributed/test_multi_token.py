@@ -142,7 +142,23 @@ def alone(twin: Case) -> list[tuple[RankTrace, dict[str, float]]]:
     return steps_of(0, 1, twin)
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = (
+    "tp, dropout",
+    "pp, untied, zb",
+    "a stage of their own",
+    "cp, p2p",
+    "zero 3, untied",
+    "experts, recomputed",
+    "one layer, zero 3",
+    "one layer, zero 3, recomputed",
+    "detached, untied, zero 3, pp",
+    "detached, untied, zero 2, pp",
+    "detached, both ends on a rank",
+)
+"""Cases whose features others have, too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_every_layout_computes_the_same(pool: Pool, name: str) -> None:
     one = CASES[name]
     ranks = pool.run(one.world_size, steps_of, one)
@@ -241,7 +257,7 @@ def test_evaluation_does_without_the_heads(pool: Pool) -> None:
     assert one == pytest.approx(other, rel=1e-13)
 
 
-@pytest.mark.parametrize("more", ["", "--lora-rank 2"])
+@pytest.mark.parametrize("more", [pytest.param("", marks=pytest.mark.slow), "--lora-rank 2"])
 def test_a_model_is_tuned_without_its_heads(tmp_path: Path, more: str) -> None:
     """At a learning rate near 0, the validation loss is that of the model."""
     flags = "--position-embedding-type rope --eval-interval 6 --eval-iters 2 --split 80,20,0"

@@ -284,6 +284,9 @@ SLOWLY = [
 ]
 RECURRENT_FAULTS = {f"{fault.__name__}, {detector}": (detector, fault) for detector, fault in RECURRENT}
 SLOW_FAULTS = {f"{fault.__name__}, {detector}": (detector, fault) for detector, fault in SLOWLY}
+FIRST = {fault: name for name, (_, fault) in reversed(FAULTS.items())}
+AGAIN = FAULTS.keys() - FIRST.values()
+"""Faults that are made in a layout before."""
 FAULTS |= RECURRENT_FAULTS | SLOW_FAULTS
 NOTICING = DETECTORS | detect.OF_RECURRENCES
 
@@ -295,7 +298,7 @@ def run_faulty(rank: int, world_size: int, name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_FAULTS else ()) for name in FAULTS]
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in AGAIN | SLOW_FAULTS.keys() else ()) for n in FAULTS]
 )
 def test_a_known_fault_is_noticed(pool: Pool, name: str) -> None:
     assert verdict(pool, NOTICING[FAULTS[name][0]], run_faulty, name) == "wrong"

@@ -64,13 +64,15 @@ def test_one_process_goes_on_with_it(alone: Path, piped: Path) -> None:
 
 
 FAMILIES = ("gpt-neox", "olmo2", "olmo3", "gemma2", "gemma3", "phi3", "smollm3", "granite", "starcoder2")
+SHORT = ("gpt-neox", "gemma3", "granite")
+"""Families on ranks; test_hf_convert.py exports all on one process."""
 STEP = (
     "--mock-data --seq-length 16 --global-batch-size 4 --train-iters 1 --lr 0 --min-lr 0 --weight-decay 0 --device cpu"
 )
 GRID = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.slow) for n in FAMILIES])
 def test_a_hugging_face_model_survives_a_round_trip_through_four_ranks(pool: Pool, name: str, tmp_path: Path) -> None:
     """A step of size 0 on a grid of TP and stages."""
     model = BY_NAME[name].config()

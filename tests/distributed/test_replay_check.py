@@ -178,7 +178,7 @@ def test_a_checked_run_is_bitwise_the_same(pool: Pool, tmp_path: Path) -> None:
     assert checkpoint(tmp_path / "checked" / "iter_0000003")[1]["replay_check"] == {"clean": 3}
 
 
-@pytest.mark.parametrize("transient", [True, False])
+@pytest.mark.parametrize("transient", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_step_that_is_not_finite_is_replayed(tmp_path: Path, transient: bool) -> None:
     def spoil(trainer: Trainer) -> None:
         calls: list[int] = []

@@ -78,7 +78,9 @@ def check_same(ours: Sequence[StepTrace], reference: Sequence[StepTrace]) -> Non
             assert [name for name, equal in same.items() if not equal] == []
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("two", "four") else ()) for n in CASES]
+)
 def test_stage_1_changes_no_bit(pool: Pool, name: str) -> None:
     """With weights gathered while the next forward runs, but on "two"."""
     whole = replace(CASES[name], precision=PrecisionConfig(params_dtype="fp32"))

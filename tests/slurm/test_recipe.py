@@ -140,6 +140,7 @@ def test_a_chain_goes_on_after_a_killed_job_with_the_same_copies_of_its_data_and
     assert cluster.on("n2", "cat", f"{copy}.idx") == "tokens"
 
 
+@pytest.mark.slow  # tests/unit/slurm/test_lib.py checks it with stand-ins
 def test_a_chain_that_fails_at_once_ends(cluster: Cluster) -> None:
     job = Job(cluster, "failing", "exit 3", nodes=1, CHAIN="1", MAX_STALLED="2")
     chain_has_ended(cluster, "failing", 3)

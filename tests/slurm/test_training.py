@@ -1,6 +1,6 @@
 """``SMALL=1 sbatch slurm/train_175b.sh`` on nodes of four: time limits, lost nodes, a cut network change no bit.
 
-Ranks are PP2 x VPP2 with all overlaps; the slow form has three replicas and the distributed optimizer besides.
+Ranks are PP2 x VPP2 with all overlaps; the large form has three replicas and the distributed optimizer besides.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def test_a_run_that_nothing_happens_to_ends_with_its_marker(undisturbed: Trainin
     assert cluster.job(undisturbed.job)["Restarts"] == "0"
 
 
+@pytest.mark.slow  # test_recipe.py loses a node; tests/unit/checkpoint/test_fencing.py: ranks of an earlier start
 def test_time_limit_lost_nodes_and_a_cut_network_change_no_bit(
     undisturbed: Training, cluster: Cluster, shape: Shape
 ) -> None:

@@ -31,9 +31,8 @@ def soak(output: Path, *flags: str) -> str:
 KINDS = ("kill in a save", "agent lost, ranks frozen", "told to stop")
 
 
-@pytest.mark.parametrize(
-    ("setup", "faults"), [pytest.param(8, 1, id="1 rank"), pytest.param(0, 3, id="2 ranks", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # tests/distributed/test_crashes.py kills in saves, too
+@pytest.mark.parametrize(("setup", "faults"), [pytest.param(8, 1, id="1 rank"), pytest.param(0, 3, id="2 ranks")])
 def test_a_fault_of_each_kind(setup: int, faults: int, tmp_path: Path) -> None:
     kinds, count = KINDS[:faults], str(faults)
     flags = ("--faults", count, "--per-run", count, "--jobs", "1", "--setups", str(setup), "--seed", "5")

@@ -322,7 +322,10 @@ def test_bytes_that_are_other_in_the_store_are_damage(store: Store) -> None:
     assert "is missing" in str(runs.candidates()[0].problem)
 
 
-@pytest.mark.parametrize("mark", [b"", b"xyz", b"0123456789abcdef\n", b"0123456789abcdef ../x\n", b"\xff\xfe \xff\n"])
+MARKS = b"xyz", b"0123456789abcdef\n", b"0123456789abcdef ../x\n"
+
+
+@pytest.mark.parametrize("mark", [b"", *(pytest.param(m, marks=pytest.mark.slow) for m in MARKS), b"\xff\xfe \xff\n"])
 def test_a_damaged_marker_is_damage_and_removes_nothing(store: Store, mark: bytes) -> None:
     runs = CheckpointFolder(RUN)
     for i in (1, 2):

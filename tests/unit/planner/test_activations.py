@@ -278,7 +278,7 @@ def test_kept_tensors_match_every_rank(pool: Pool) -> None:
                 assert at.after * 0.98 <= live <= at.after * 1.02 + messages + late + 100, (flags, str(at.action))
 
 
-@pytest.mark.parametrize("ranks", CONTEXT_PARALLEL)
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.slow if n == 2 else ()) for n in CONTEXT_PARALLEL])
 def test_context_parallel_ranks_keep_their_part(pool: Pool, ranks: int) -> None:
     flags = CONTEXT_PARALLEL[ranks]
     found = pool.run(ranks, measured, flags)

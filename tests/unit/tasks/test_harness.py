@@ -26,7 +26,7 @@ from tests.unit.tasks.local_tasks import TASKS, write_tasks
 from tests.unit.tasks.models import save_transformers_model
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder, and its model in fp64."""
     folder = tmp_path_factory.mktemp(request.param)

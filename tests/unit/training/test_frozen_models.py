@@ -121,7 +121,7 @@ def test_logits_of_other_samples_are_refused(tmp_path: Path, base: Path, change:
     assert "fix: python tasks/finetune/precompute.py distill --output FOLDER" in outcome.err
 
 
-@pytest.mark.parametrize("lora", ["", "--lora-rank 4"])
+@pytest.mark.parametrize("lora", [pytest.param("", marks=pytest.mark.slow), "--lora-rank 4"])
 def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, base: Path, pairs: Path, lora: str) -> None:
     def config(name: str) -> RunConfig:
         save = f"--save {tmp_path / name}/save --save-interval 2 --pretrained-checkpoint {base} {lora}"

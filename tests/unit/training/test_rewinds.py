@@ -158,7 +158,9 @@ def late_checks() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize(
+    "late", [pytest.param(False, id="at once", marks=pytest.mark.slow), pytest.param(True, id="late")]
+)
 def test_a_spike_is_undone(tmp_path: Path, plain: Outcome, late: bool) -> None:
     """Step 8, of which the host learns in step 9 if flags are read late; the log lines of both come later."""
     folder, flags = tmp_path / "run", f"{SPIKES} --log-interval 10 --save-interval 5"
@@ -246,7 +248,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, plain: Outcome) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("point", ["before the record", "after the record", "step 5", "step 7"])
+@pytest.mark.parametrize(
+    "point", ["before the record", "after the record", "step 5", pytest.param("step 7", marks=pytest.mark.slow)]
+)
 def test_a_kill_at_any_time_changes_nothing(tmp_path: Path, plain: Outcome, whole: Path, point: str) -> None:
     run = tiny_run(tmp_path, run_flags(tmp_path, NONFINITE))
     with spoiled_sample(in_step(plain, 7)):

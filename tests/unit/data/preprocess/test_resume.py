@@ -101,6 +101,7 @@ def test_every_kill_is_continued_to_the_same_bytes(
     assert re.fullmatch("0{6,16}1{20,}0{6,18}" if step == 1 else "0{2,5}1{7,}0{2,6}", continued)
 
 
+@pytest.mark.slow
 def test_many_kills_of_one_run(plan: PreprocessOptions) -> None:
     plan = replace(plan, block_bytes=200)
     whole, again, draw = moved(plan, "whole"), moved(plan, "again"), Random(2)
