@@ -52,12 +52,14 @@ def pairs_of(choice: Choice) -> set[Pair]:
     return {frozenset(pair) for pair in combinations(choice.items(), 2)}
 
 
-def shortened(cases: Sequence[Choice]) -> list[Choice]:
-    """Return cases, chosen greedily, in which each value of a factor occurs."""
-    left, chosen = {value for choice in cases for value in choice.items()}, list[Choice]()
-    while left:
-        chosen.append(max(cases, key=lambda choice: len(left & choice.items())))
-        left -= chosen[-1].items()
+def shortened(cases: Sequence[Choice], times: int = 2) -> list[Choice]:
+    """Return cases, chosen greedily, in which each value of a factor occurs so often, if it does in all of them."""
+    found = Counter(value for choice in cases for value in choice.items())
+    left, rest, chosen = Counter({value: min(times, n) for value, n in found.items()}), [*cases], list[Choice]()
+    while +left:
+        chosen.append(max(rest, key=lambda choice: sum(left[value] > 0 for value in choice.items())))
+        rest.remove(chosen[-1])
+        left.subtract(chosen[-1].items())
     return chosen
 
 
