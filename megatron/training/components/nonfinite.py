@@ -102,15 +102,16 @@ class NonFiniteCheck(StepCheck):
             self._found += 1
             further = self._found - self._trainer.config.reliability.max_incidents
             sentence = f"the loss or gradient of step {batches[0].step + 1} is not finite"
-            policy, explain = self._policy, partial(explain_nonfinite, self._trainer, batches)
+            policy = self._policy
             weight = find_nonfinite_weight(self._trainer) if policy.act == "skip" else ""
             if weight:  # all further steps would be skipped
-                policy, explain = Policy("stop"), None
+                policy = Policy("stop")
                 sentence += f", and neither is the weight {weight}, which --on-nonfinite skip leaves as it is"
             elif policy.act == "skip" and further > 0:
                 if further & (further - 1):
                     return
                 sentence += f", like {self._found - 1} before it in this start"
+            explain = None if weight else partial(explain_nonfinite, self._trainer, batches)
             sentence, folder = act_on_step(
                 self, self._trainer, "nonfinite", batches, policy, sentence, explain=explain, intact=not self.late
             )
