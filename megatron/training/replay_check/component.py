@@ -278,13 +278,13 @@ class ReplayCheck(Component):
             self._at_rest.forget()  # somebody may repair it
             return
         if verdict.is_hardware:
-            error = CorruptionError(f"{CORRUPTION} {verdict.sentence}; the last step that was found clean is {clean}")
+            failure = CorruptionError(f"{CORRUPTION} {verdict.sentence}; the last step that was found clean is {clean}")
             if where := run_on_rank0(lambda: str(folder or ""), world):
-                error.add_note(f"samples and configuration of the step: {where}")
+                failure.add_note(f"samples and configuration of the step: {where}")
             if save is not None:
                 other = "" if self._policy == "exclude" else " with --on-corruption exclude"
-                error.add_note(f"go on: the same command{other}, which resumes from step {clean} or before")
-            raise error
+                failure.add_note(f"go on: the same command{other}, which resumes from step {clean} or before")
+            raise failure
         fixes = () if verdict.place in SOFTWARE else ("--deterministic",)
         raise UserError([Problem("E983", verdict.sentence, (*fixes, "drop --replay-check"))])
 

@@ -208,10 +208,8 @@ def test_the_tool_prints_the_answer(tmp_path: Path, capsys: pytest.CaptureFixtur
     threads[0].join(10.0)
     assert (outcome.status, statuses) == (0, [tool.CARRIED_OUT])
     assert "): stopped after step 3 of 6\n" in outcome.out + capsys.readouterr().out
-    began = time.monotonic()
-    assert tool.main([str(tmp_path / "run"), "save"]) == tool.UNANSWERED
+    assert tool.main([str(tmp_path / "run"), "save", "--timeout", "0.3"]) == tool.UNANSWERED
     assert "the run has ended in good order, and reads no requests" in capsys.readouterr().err
-    assert time.monotonic() - began < 60.0
     journal = tmp_path / "run" / "incidents.md"
     journal.write_text(journal.read_text().replace("ended in good order", "incident: killed"))
     assert tool.main([str(tmp_path / "run"), "save", "--timeout", "0.3"]) == tool.UNANSWERED
