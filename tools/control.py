@@ -35,11 +35,12 @@ NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
+    width = 2 + max(map(len, map(usage, COMMANDS)))
     parser = argparse.ArgumentParser(
         prog="control.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="requests:\n" + "\n".join(f"  {usage(word):<22}{COMMANDS[word].meaning}" for word in COMMANDS),
+        epilog="requests:\n" + "\n".join(f"  {usage(word):<{width}}{COMMANDS[word].meaning}" for word in COMMANDS),
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="--run-dir of the run")
     parser.add_argument("request", nargs="+", metavar="REQUEST", help="what it is asked for, and a number")

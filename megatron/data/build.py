@@ -186,7 +186,7 @@ def file_segment_builders(
         wanted = [other for other in read if split_kind(other) != "test" or split == "test" or not default]
         better = _suggest_split(sources, wanted, open_files, seq_length)
         if split == "test" and default:
-            notes.append(seen if better is None else f"{seen}; {better} leaves enough")
+            notes.append(seen if better is None else f"{seen}; a new run has enough with {better}")
         else:
             better = better or _suggest_split(sources, set(wanted) - {"test"}, open_files, seq_length)
             if better is not None:

@@ -366,10 +366,11 @@ class ElasticReplica(Component):
             return
         step = self.trainer.iteration
         left, joined = set(before).difference(members), set(members).difference(before)
-        present, alerts = listed([each.index for each in members]), self.replicas.index == members[0].index
+        present = f"replica{'s' * (len(members) > 1)} {listed([each.index for each in members])}"
+        alerts = self.replicas.index == members[0].index
         for found, what, kind in ((left, "left", "replica-lost"), (joined, "joined", "replica-back")):
             for member in sorted(found, key=lambda each: each.index):
-                text = f"elastic replica {member.index} {what} after step {step}; there are {present}"
+                text = f"elastic replica {member.index} {what} after step {step}; the run has {present}"
                 self.log.warning(text, kind, alert=alerts)
 
     # ---- Checkpoints, the log and the end

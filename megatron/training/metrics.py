@@ -40,8 +40,8 @@ class Goodput:
     """Productive seconds of a run, divided by all seconds since its first start.
 
     Steps lost in a crash do not count, because this state is restored from the checkpoint; nor does the time of
-    starting, loading, evaluating, saving, of a step that fails or stalls, and between two starts. Waiting for data or
-    for other ranks within a step does count.
+    starting, loading, evaluating, saving, of a step that fails or stalls, of steps whose update is skipped, and between
+    two starts. Waiting for data or for other ranks within a step does count.
     """
 
     def __init__(self, started: float | None = None) -> None:
@@ -261,6 +261,7 @@ class MetricsWindow:
         seconds = now - self._window_start
         tokens_per_second = self.computed * self.seq_length / seconds
         skipped = [i for i, skip in enumerate(skips) if skip]
+        self.goodput.productive_seconds -= seconds * len(skipped) / steps
         mine = self._rank_stats(seconds / steps, captured, alone)
         with self.world.meter.paused():
             ranks = gather_rank_stats(mine, Group() if alone else self.world, self.device)

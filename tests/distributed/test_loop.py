@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,12 +45,17 @@ def fail(trainer: Trainer) -> None:
     raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
 
+def spoil_weight(trainer: Trainer) -> None:
+    next(iter(trainer.optimizer.main_params.values())).view(-1)[0] = float("nan")
+
+
 EVENTS = {
     "nothing": lambda: None,
     "SIGTERM in step 2": partial(before_step, 2, terminate),
     "a stop file in step 3": partial(before_step, 3, stop),
     "an error in step 3": partial(before_step, 3, fail),
     "NaN in step 3": partial(before_step, 3, spoil_step),
+    "a NaN weight in step 3": partial(before_step, 3, spoil_weight),
 }
 """Events on the last rank."""
 
@@ -155,6 +161,15 @@ def test_a_bad_number_on_one_rank_is_skipped_by_all(pool: Pool, tmp_path: Path, 
     assert warning.endswith("samples [8]; the update was skipped\n")
     assert column(tmp_path, "skipped-iterations") == [[], [], [3], [], [], []]
     assert column(tmp_path, "consumed-samples") == [4, 8, 12, 16, 20, 24]
+
+
+@pytest.mark.parametrize("layout", [pytest.param("tp2-sp", marks=pytest.mark.slow), "pp2"])
+def test_a_bad_weight_on_one_rank_stops_all_that_skip(pool: Pool, tmp_path: Path, layout: str) -> None:
+    ranks = run_two(pool, tiny_run(tmp_path, f"--on-nonfinite skip {LAYOUTS[layout]}", 2), "a NaN weight in step 3")
+    assert [status for status, _ in ranks] == [1, 1]
+    (line,) = failures(tmp_path)
+    assert line["kind"] == "nonfinite"
+    assert re.search(r"step 3 is not finite, and neither is the weight \S+ \(rank 1\), which", line["sentence"])
 
 
 @pytest.mark.parametrize("flags", ["--async-save --save-interval 2", pytest.param(TP2_SP, marks=pytest.mark.slow)])

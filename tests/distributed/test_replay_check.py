@@ -187,7 +187,7 @@ def test_a_checked_run_is_bitwise_the_same(pool: Pool, tmp_path: Path) -> None:
         outcomes = pool.run(2, take, config)
         assert [outcome.status for outcome in outcomes] == [0, 0]
     assert "checks     every 1 step, the first and those that are saved are computed again" in outcomes[0].out
-    assert "--replay-check: 3 steps of this start checked; the last that was found clean is 3" in outcomes[0].out
+    assert "--replay-check: 3 steps checked from step 1 on; the last that was found clean is 3" in outcomes[0].out
     lines = [line for line in read_json_lines(tmp_path / "checked-run" / METRICS_FILE) if line and "lm loss" in line]
     assert [(line["replay-checks"], line["replay-clean-step"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
     found = differences(tmp_path / "checked" / "iter_0000003", tmp_path / "plain" / "iter_0000003")
@@ -218,7 +218,7 @@ def test_a_step_that_is_not_finite_is_replayed(tmp_path: Path, transient: bool) 
 def test_state_is_not_compared_with_that_of_an_earlier_check(tmp_path: Path, skipped: str, checks: int) -> None:
     outcome = start(tiny_run(tmp_path, f"--replay-check 4 --train-iters 10 --iterations-to-skip {skipped}"))
     assert outcome.status == 0, outcome.err
-    assert f"{checks} steps of this start checked" in outcome.out
+    assert f"{checks} steps checked from step 1 on" in outcome.out
 
 
 def test_nothing_is_observed_after_an_error(tmp_path: Path) -> None:

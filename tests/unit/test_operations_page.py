@@ -551,7 +551,7 @@ def _(case: Case) -> None:
     replica.log.warning = lambda text, kind, alert: log.write({"event": "warning", "text": text, "kind": kind})
     ElasticReplica._accept(replica, [Member(0, "a", {})])
     log.close()
-    assert json.loads(case.run().text)["text"] == "elastic replica 1 left after step 57; there are 0"
+    assert json.loads(case.run().text)["text"] == "elastic replica 1 left after step 57; the run has replica 0"
 
 
 @exercise("an alert that did not arrive")

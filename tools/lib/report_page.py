@@ -155,9 +155,11 @@ def _cards(
     yield "tokens", compact(tokens), f"{share:.1%} of what is planned" if math.isfinite(share) else "of an unknown plan"
     starts = [start for start in record.starts if start.trains and WENT_BACK not in start.facts]
     yield "steps", f"{step:,}", counted(len(starts), "start")
+    if skipped := sum(record.counts(number, step) for number, step, _ in record.skipped):
+        yield "skipped updates", f"{skipped:,}", f"{skipped / step:.1%} of the steps"
     loss = curves.values("lm loss")
     if (finite := loss[np.isfinite(loss)]).size:
-        yield "loss, smoothed", f"{running_mean(finite)[-1]:.4g}", f"last line {finite[-1]:.4g}"
+        yield "loss, smoothed", f"{running_mean(finite)[-1]:.4g}", f"last line {loss[-1]:.4g}"
     kept = [each for each in record.evaluations if record.counts(each.start, each.iteration)]
     if kept:
         yield escape(kept[-1].name), f"{kept[-1].loss:.4g}", f"after step {kept[-1].iteration:,}"

@@ -11,6 +11,7 @@ from tools.lib.run_record import RunRecord, Start
 
 PARTS = {
     "training": "steps whose result was kept",
+    "skipped": "steps whose update was skipped",
     "evaluation": "evaluations",
     "saving": "saves, as far as training waited for them",
     "start-up": "from the start of the process, or of a rewind, to the first step",
@@ -57,7 +58,7 @@ def run_hours(record: RunRecord) -> RunHours:
     if not record.starts:
         return hours
     taken = record.column("iteration-time") * steps_of_lines(record)
-    share = kept_share(record)
+    share, skips = kept_share(record), skipped_share(record)
     taken = np.where(np.isfinite(taken), taken, 0.0)
     number = record.start_of_line()
     end = began_at(record.starts[0], -math.inf)
@@ -71,13 +72,13 @@ def run_hours(record: RunRecord) -> RunHours:
         gap = "start-up" if continues or ending == "rewind" else "waiting" if ending else "unrecorded"
         hours.parts[gap] += begins - end
         mine = number == place
-        _add_start(hours, start, begins, record.column("time")[mine], taken[mine], share[mine])
+        _add_start(hours, start, begins, record.column("time")[mine], taken[mine], share[mine], skips[mine])
         end = max(begins, start.end)
         ranks = start.facts.get("world-size")
         hours.rank_seconds += (end - begins) * (ranks if isinstance(ranks, int) else 1)
         before = start
     hours.total = end - first
-    _add_inside(hours, record, taken * share)
+    _add_inside(hours, record, taken * share * (1 - skips))
     energy = record.column("energy-joules")
     measured = np.isfinite(energy)
     if measured.any():
@@ -87,7 +88,13 @@ def run_hours(record: RunRecord) -> RunHours:
 
 
 def _add_start(
-    hours: RunHours, start: Start, begins: float, times: np.ndarray, taken: np.ndarray, share: np.ndarray
+    hours: RunHours,
+    start: Start,
+    begins: float,
+    times: np.ndarray,
+    taken: np.ndarray,
+    share: np.ndarray,
+    skips: np.ndarray,
 ) -> None:
     """Add the parts of one start; what is not known is ``other``.
 
@@ -98,6 +105,7 @@ def _add_start(
         times: of its log lines ``[lines]``.
         taken: seconds of the steps of each line.
         share: of these that was kept.
+        skips: share of the steps of each line whose update was skipped.
     """
     wall = max(begins, start.end) - begins
     kept, lost = float((taken * share).sum()), float((taken * (1 - share)).sum())
@@ -105,7 +113,8 @@ def _add_start(
     if not start.start_up and kept + lost:  # the record is lost
         ready = max(start.time, begins)
     parts = {
-        "training": kept,
+        "training": float((taken * share * (1 - skips)).sum()),
+        "skipped": float((taken * share * skips).sum()),
         "lost": lost,
         "start-up": max(0.0, ready - begins),
         "evaluation": sum(seconds for at, seconds in start.evaluations if at > ready),
@@ -175,3 +184,10 @@ def kept_share(record: RunRecord) -> np.ndarray:
     steps = steps_of_lines(record)
     kept = np.minimum(limit, record.column("iteration")) - _steps_before(record, "iteration")
     return np.clip(np.divide(kept, steps, out=np.zeros_like(kept), where=steps > 0), 0.0, 1.0)
+
+
+def skipped_share(record: RunRecord) -> np.ndarray:
+    """Return the share of the steps of each log line whose update was skipped, ``[lines]``."""
+    steps = steps_of_lines(record)
+    skipped = np.nan_to_num(record.column("skipped-iterations-count"))
+    return np.clip(np.divide(skipped, steps, out=np.zeros_like(steps), where=steps > 0), 0.0, 1.0)

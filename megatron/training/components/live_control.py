@@ -93,10 +93,7 @@ class LiveControl(Component):
         trainer, progress = self._trainer, self._trainer.progress
         splits = [split for split in trainer.data.used if split_kind(split) == "valid"]
         if not splits:
-            return (
-                False,
-                "this run has no validation data; --eval-iters N and --split 99,1,0 give it some",
-            )
+            return False, "this run evaluates no validation data; the next start does with --eval-iters N"
         for split in splits:
             if progress.evaluated.get(split, 0) < trainer.iteration:  # not evaluated after this step as scheduled
                 evaluate_and_log(trainer, split, self.log, CallbackList(trainer, self.log))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.config.reliability import parse_nonfinite_policy
+from megatron.config.reliability import Policy, parse_nonfinite_policy
+from megatron.config.text import listed_ranks
+from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.training.callbacks.health import explain_nonfinite
@@ -19,6 +22,11 @@ from megatron.training.components.step_incidents import act_on_step
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.stop import HostCopy
 from megatron.training.trainer import Trainer
+
+FIX_OF_WEIGHTS = (
+    "fix: --ckpt-step N, the step of the last checkpoint whose weights are finite; "
+    "or --on-nonfinite rewind:N, which goes back by itself"
+)
 
 
 class StepCheck(Component):
@@ -86,23 +94,42 @@ class NonFiniteCheck(StepCheck):
         """See :class:`StepCheck`. Skipped steps beyond ``max_incidents`` are reported as their number doubles.
 
         Raises:
-            NonFiniteError: with the first module whose output, or parameter whose gradient, is not finite.
+            NonFiniteError: with the first module whose output, or parameter whose gradient, is not finite; instead of
+                a skipped step with the first weight that is not finite itself.
             RewindNeededError: if the run is to go back.
         """
         if values:
             self._found += 1
             further = self._found - self._trainer.config.reliability.max_incidents
             sentence = f"the loss or gradient of step {batches[0].step + 1} is not finite"
-            if self._policy.act == "skip" and further > 0:
+            policy = self._policy
+            weight = find_nonfinite_weight(self._trainer) if policy.act == "skip" else ""
+            if weight:  # all further steps would be skipped
+                policy = Policy("stop")
+                sentence += f", and neither is the weight {weight}, which --on-nonfinite skip leaves as it is"
+            elif policy.act == "skip" and further > 0:
                 if further & (further - 1):
                     return
-                sentence += f", the {self._found}th such step of this start"
-            explain = partial(explain_nonfinite, self._trainer, batches)
+                sentence += f", like {self._found - 1} before it in this start"
+            explain = None if weight else partial(explain_nonfinite, self._trainer, batches)
             sentence, folder = act_on_step(
-                self, self._trainer, "nonfinite", batches, self._policy, sentence, explain=explain, intact=not self.late
+                self, self._trainer, "nonfinite", batches, policy, sentence, explain=explain, intact=not self.late
             )
-            if self._policy.act == "stop":
+            if policy.act == "stop":
                 error = NonFiniteError(sentence)
+                if weight:
+                    error.add_note(FIX_OF_WEIGHTS)
                 if folder is not None:
                     error.add_note(f"take the step again: python tools/replay_step.py {shlex.quote(folder)}")
                 raise error
+
+
+def find_nonfinite_weight(trainer: Trainer) -> str:
+    """Return the first weight that is not finite itself, with its ranks; empty if there is none. Collective."""
+    optimizer = trainer.optimizer
+    optimizer.weights.wait()
+    held = chain(optimizer.main_params.items(), optimizer.weights.frozen.items())
+    mine = next((name for name, weight in held if not weight.isfinite().all()), "")
+    by_rank = comm.all_gather_objects(mine, trainer.mesh.world)
+    first = next(filter(None, by_rank), "")
+    return first and f"{first} ({listed_ranks([rank for rank, name in enumerate(by_rank) if name == first])})"

@@ -167,7 +167,7 @@ METRICS = {
     ),
     "mem-max-rank": Metric("rank", "the fullest rank"),
     **POWER_METRICS,
-    "goodput": Metric("0 to 1", "share of `run-seconds` spent in steps that were not lost"),
+    "goodput": Metric("0 to 1", "share of `run-seconds` spent in steps that were neither lost nor skipped"),
     "run-seconds": Metric("seconds", "since the run's first start"),
     "starts": Metric("", "of the run so far"),
     SECONDS_LEFT: Metric("seconds", "for the remaining samples"),

@@ -212,7 +212,7 @@ class ReplayCheck(Component):
         self._recorder.stop()
         if error is None:
             steps, last = counted(self._checks, "step"), f"the last that was found clean is {self._clean}"
-            self.log.note(f"--replay-check: {steps} of this start checked; {last}")
+            self.log.note(f"--replay-check: {steps} checked from step {self._first} on; {last}")
 
     # ---- A difference
 

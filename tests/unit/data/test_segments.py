@@ -188,7 +188,7 @@ def test_test_data_may_be_missing_with_the_default_split(corpora: dict[str, str]
     assert list(source.used) == ["train", "valid"]
     seen = f"the test data of {wiki} have 0 tokens (0 of its 60 sequences with the default --split '969, 30, 1'), "
     seen += "too few for one sample of 17 tokens"
-    assert f"{seen}; --split 43,1,1 leaves enough" in source.notes
+    assert f"{seen}; a new run has enough with --split 43,1,1" in source.notes
     assert list(build(replace(data, split="43,1,1")).used) == ["train", "valid", "test"]
     with pytest.raises(DataError, match=r"the test data of .* 60 sequences with --split '969, 30, 1'"):
         build(replace(data, split="969, 30, 1"))

@@ -92,7 +92,7 @@ def test_what_cannot_be_done_gets_a_sentence_and_the_run_goes_on(tmp_path: Path)
     assert not any(event["done"] for event in events)
     expected = [
         "this run saves no checkpoints; --save FOLDER lets it",
-        "this run has no validation data",
+        "this run evaluates no validation data; the next start does with --eval-iters N",
         "'svae' is no request; there are save, evaluate, stop, profile, pipeline, log-interval, log-level",
         "'profile' is followed by a number from 1 to 20",
         "'log-interval' is followed by a number from 1 to 1000000",
@@ -168,6 +168,7 @@ def test_profiles_are_asked_for_like_by_the_file_of_their_own(tmp_path: Path) ->
 
 @pytest.mark.parametrize("word", COMMANDS)
 def test_the_usage_of_each_request_is_one(word: str) -> None:
+    assert f"\n  {tool.usage(word)}  " in tool.build_parser().format_help()
     usage = tool.usage(word).split("|")[0].replace("[", "").replace("]", "").partition("=")[0]
     assert parse_request(usage.replace(" N", " 1"))[0] == COMMANDS[word].field
 

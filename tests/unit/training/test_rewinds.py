@@ -45,6 +45,7 @@ from tests.unit.training.test_skipping import corpora
 from tools import inspect_dataset
 from tools.lib.report_page import PageOptions, report_body
 from tools.lib.run_differences import open_samples, read_run
+from tools.lib.run_hours import run_hours
 from tools.lib.run_record import read_record
 
 FLAGS = "--params-dtype fp64 --train-iters 10 --save-interval 2"
@@ -207,22 +208,59 @@ def test_the_explanation_of_a_skipped_step_changes_nothing(tmp_path: Path, plain
 
 
 def test_steps_that_are_skipped_for_ever_are_reported_ever_less(tmp_path: Path) -> None:
-    def spoil(trainer: Trainer) -> None:
-        trainer.optimizer.weights.shards["embedding.word_embeddings.weight"].fill_(torch.nan)
+    """The page has their number and their time in its head."""
 
-    flags = run_flags(tmp_path, "--on-nonfinite skip --max-incidents 1")
-    assert start(tiny_run(tmp_path, flags), before_step(3, spoil)).status == 0
+    def spoil(trainer: Trainer) -> None:
+        trainer.chunks[0].embedding.register_forward_hook(lambda module, inputs, output: output * torch.nan)
+
+    flags = run_flags(tmp_path, "--on-nonfinite skip --max-incidents 1 --log-interval 2")
+    assert start(tiny_run(tmp_path, flags), before_step(4, spoil)).status == 0
     found = [event for event in records(tmp_path, "event") if event["event"] == "incident"]
-    assert [re.findall(r"step (\d+) is not finite", event["text"])[:1] for event in found[1:]] == [["4"], ["5"], ["7"]]
-    assert [step for record in records(tmp_path) for step in record["skipped-iterations"]] == [*range(3, 11)]
+    texts = [re.findall(r"step (\d+) is not finite(, like \d .*);", event["text"]) for event in found[1:]]
+    assert texts == [[(n, f", like {m} before it in this start")] for n, m in (("5", 1), ("6", 2), ("8", 4))]
+    assert [step for record in records(tmp_path) for step in record["skipped-iterations"]] == [*range(4, 11)]
+    record = read_record(tmp_path)
+    head = "<dt>skipped updates</dt><dd>7</dd><dd class=detail>70.0% of the steps</dd>"
+    assert head in report_body(record, PageOptions())
+    assert "<dd class=detail>last line nan</dd>" in report_body(record, PageOptions())
+    seconds = [2 * line["iteration-time"] for line in records(tmp_path)]
+    parts, trained = run_hours(record).parts, seconds[0] + seconds[1] / 2
+    assert (parts["training"], parts["skipped"]) == pytest.approx((trained, sum(seconds) - trained))
+    last = records(tmp_path)[-1]
+    assert last["goodput"] * last["run-seconds"] == pytest.approx(trained, rel=1e-3)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_weights_that_are_not_finite_stop_a_run_that_skips(tmp_path: Path, late: bool) -> None:
+    """No checkpoint has them, and the next start goes on from the last one before."""
+
+    def spoil(trainer: Trainer) -> None:
+        trainer.optimizer.main_params["layers.0.mlp.linear_fc1.weight"].view(-1)[3] = torch.nan
+
+    run = tiny_run(tmp_path, run_flags(tmp_path, "--on-nonfinite skip --log-interval 100"))
+    with late_checks() if late else ExitStack():
+        outcome = start(run, before_step(4, spoil))
+    sentence = (
+        "the loss or gradient of step 4 is not finite, and neither is the weight layers.0.mlp.linear_fc1.weight "
+        "(rank 0), which --on-nonfinite skip leaves as it is"
+    )
+    assert outcome.status == 1
+    assert f"error: {sentence}\n  fix: --ckpt-step N" in outcome.err
+    assert saved_steps(tmp_path / "saved") == [2]
+    ((_, incident),) = read_incidents(tmp_path)
+    assert (incident.step, incident.sentence, incident.facts["policy"]) == (4, sentence, "stop")
+    assert start(run).status == 0
+    assert saved_steps(tmp_path / "saved") == [2, 4, 6, 8, 10]
 
 
 def test_a_start_from_a_named_step_goes_back_too(tmp_path: Path, plain: Outcome) -> None:
     assert start(tiny_run(tmp_path, run_flags(tmp_path, "--exit-interval 4"))).status == 0
     with spoiled_sample(in_step(plain, 7)):
-        outcome = start(tiny_run(tmp_path, run_flags(tmp_path, f"{NONFINITE} --ckpt-step 4")))
+        outcome = start(tiny_run(tmp_path, run_flags(tmp_path, f"{NONFINITE} --ckpt-step 4 --replay-check 1")))
     assert outcome.status == 0, outcome.err
     assert "goes back from step 7 to step 4" in outcome.out
+    checked = re.findall("replay-check: (.*) from step 5 on; the last that was found clean is (.*)", outcome.out)
+    assert checked == [("2 steps checked", "6"), ("6 steps checked", "10")]
 
 
 # ---- Killed and started again
