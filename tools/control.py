@@ -1,7 +1,7 @@
 """Ask a running job for an act: ``python tools/control.py RUN_DIR save``, and print the answer.
 
 The run reads the request after its current step, on all ranks alike. Exit status 0 if it was carried out, 1 if it was
-refused, 2 if it is none, 3 if the run has not answered in time; the request is withdrawn then.
+refused, 2 if it is none, 3 if the run has ended, or has not answered in time; the request is withdrawn then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 from megatron.config.files import parse_json
 from megatron.config.text import echo
 from megatron.training.control import COMMANDS, CONTROL_FILE, ID_MARK, parse_request
-from megatron.training.loggers.run_folder import METRICS_FILE
+from megatron.training.loggers.run_folder import INCIDENTS_FILE, METRICS_FILE
 
 CARRIED_OUT, REFUSED, INVALID, UNANSWERED = 0, 1, 2, 3
 """Exit statuses."""
@@ -69,6 +69,9 @@ def main(argv: Sequence[str]) -> int:
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
         parser.error(f"{metrics} does not exist: {folder} is not the --run-dir of a run")
+    if end := last_end(folder / INCIDENTS_FILE):
+        echo(f"the run has {end}, and reads no requests until it is started again", file=sys.stderr)
+        return UNANSWERED
     name, offset = secrets.token_hex(4), metrics.stat().st_size
     deadline = time.monotonic() + args.timeout
     file = folder / CONTROL_FILE
@@ -93,6 +96,18 @@ def main(argv: Sequence[str]) -> int:
         return 128 + signal.SIGINT
     echo(str(answer["text"]))
     return CARRIED_OUT if answer.get("done") else REFUSED
+
+
+def last_end(journal: Path) -> str:
+    """Return how the last start of a run has ended, such as ``ended in good order``; empty if it has not."""
+    with suppress(OSError):
+        for line in reversed(journal.read_text(encoding="utf-8").splitlines()):
+            text = line.partition(": ")[2]
+            if text.startswith("ended "):
+                return text
+            if text.startswith(("started", "an evaluation alone")):
+                break
+    return ""
 
 
 def write_request(file: Path, line: str, deadline: float) -> bool:

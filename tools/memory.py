@@ -15,13 +15,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 from megatron.arguments.cli import parse
-from megatron.config.errors import Problem, UserError
+from megatron.config.errors import UserError
 from megatron.config.parallel import ZERO_STAGES
 from megatron.config.run import RunConfig
 from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
+from megatron.data.errors import DataError
 from megatron.layers.parameters import num_parameters
 from megatron.planner.memory import STATE_KINDS, max_host_bytes, max_peak_bytes
+from megatron.training.start import with_vocabulary
 
 REQUIRED_FLAGS = {
     ("--mock-data",): ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path"),
@@ -36,14 +38,23 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
         echo(__doc__)
         return 0
     try:
-        parsed = parse(["--check-config", *complete_flags(argv)], environ, read_model=read_model_values)
-        if parsed.config.model.vocab_size is None:
-            raise UserError([Problem("E104", "the vocabulary size is not specified", ("--vocab-size 50257",))])
-        echo("\n".join(memory_table(parsed.config, parsed.world_size)))
-    except UserError as error:
+        echo("\n".join(memory_table(*parse_run(argv, environ))))
+    except (UserError, DataError) as error:
         echo(error, file=sys.stderr)
         return 2
     return 0
+
+
+def parse_run(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[RunConfig, int]:
+    """Return the configuration and the number of ranks of the flags of a run, with the vocabulary of its data.
+
+    Raises:
+        UserError: with all problems of the flags.
+        DataError: if the vocabulary is unknown, or the data cannot be read.
+    """
+    parsed = parse(["--check-config", *complete_flags(argv)], environ, read_model=read_model_values)
+    given = parsed.config.model.vocab_size is not None  # its tokenizer may be elsewhere
+    return parsed.config if given else with_vocabulary(parsed.config), parsed.world_size
 
 
 def complete_flags(argv: Sequence[str]) -> list[str]:

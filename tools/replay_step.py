@@ -104,12 +104,21 @@ def check_comparable(args: argparse.Namespace, target: ReplayTarget, source: Res
         raise DataError("the steps of a DiLoCo replica depend on what other replicas sent: they cannot be taken again")
     if target.config.elastic.elastic_replicas is not None:
         raise DataError("a step of an elastic replica sums what all replicas computed: it cannot be taken again alone")
-    own = target.own
+    own, taken = target.own, max((each.last for each in target.logged), default=0)
+    iters = target.config.training.train_iters
+    if iters is not None and target.step > target.origin.iteration + iters:
+        end = target.origin.iteration + iters
+        raise DataError(
+            f"the run ends with step {end}, and has no step {target.step}", f"--step {min(end, taken) or 1}"
+        )
     comparable = target.lines_after(source) and (own is None or own.last == target.step)
     if target.has_numbers or args.bisect or args.samples or args.save or args.stop_at or comparable:
         return
     if own is None:
-        raise DataError(f"the run has recorded nothing to compare step {target.step} with", "--bisect")
+        logged = f": its last log line is of step {taken}" if 0 < taken < target.step else ""
+        fixes = (f"--step {taken}",) if logged else ()
+        seen = f"the run has recorded nothing to compare step {target.step} with{logged}"
+        raise DataError(seen, *fixes, "--bisect")
     mean = f"the run has logged steps {own.first} to {own.last} by their mean"
     if own.last != target.step:
         raise DataError(f"{mean}: step {target.step} alone cannot be compared", f"--step {own.last}")
@@ -151,6 +160,8 @@ def report(args: argparse.Namespace, target: ReplayTarget, source: ResumeSource)
     if not result.compared:
         raise DataError(f"step {target.step} was taken again, and the run has recorded nothing to compare it with")
     if result.first_difference:
+        for note in found.notes:
+            echo(f"note: {note}")
         echo(f"DIFFERS: first in {result.first_difference}")
         if target.threads is None and config.training.device == "cpu":
             import torch

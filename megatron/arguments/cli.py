@@ -52,6 +52,7 @@ from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError, credential_problem
 from megatron.config.launch import Launch, launch_notes
 from megatron.config.layer_pattern import pattern_notes
+from megatron.config.machine import has_no_gpu
 from megatron.config.model import ModelConfig
 from megatron.config.option import Role
 from megatron.config.plugins import load_plugins
@@ -178,10 +179,12 @@ class ParsedArguments:
             consumed_samples: samples used before.
             data: lines about the training data.
         """
-        notes = [f"note: {note}" for note in self.notes]
+        notes, config = [f"note: {note}" for note in self.notes], self.config
+        if self.here and config.training.device == "auto" and has_no_gpu():
+            config = replace(config, training=replace(config.training, device="cpu"))
         known = self.here or self.config.planning.plan_gpu is not None
-        cluster = known_cluster(self.config, self.world_size) if known else None
-        rows = summary(self.config, self.world_size, iteration, consumed_samples, cluster)
+        cluster = known_cluster(config, self.world_size) if known else None
+        rows = summary(config, self.world_size, iteration, consumed_samples, cluster)
         return "\n".join([*notes, rows, *data, "config ok"])
 
 

@@ -45,9 +45,6 @@ UNTRACKED = HEADER
 BACKGROUND = "background"
 """Axes of groups that other threads than the main one use."""
 
-FINISHING_SAVE = "finishing a save"
-"""Phase of a rank that has failed, and still waits for a save in progress."""
-
 UNNUMBERED = -1
 """Number of an awaited call that is not counted: exchanges, of which ranks may start different numbers."""
 
@@ -80,6 +77,7 @@ class ProcessPlace:
         self.slots[ROWS] = 1
         self.world_row = UNTRACKED  # of the default group
         self.timeout = 0.0  # seconds after which a rank that waits has stalled
+        self.finishes_save = False  # it has failed, and still waits for a save in progress
 
     def _use(self, memory: memoryview) -> None:
         self._bytes, self.slots = memory, memory.cast("q")

@@ -51,7 +51,7 @@ from megatron.data.packed_dataset import PackedDataset
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost, run_on_rank0
-from megatron.distributed.places import FINISHING_SAVE
+from megatron.distributed.places import PLACE
 from megatron.training.checkpoint_contents import (
     CheckpointContents,
     restore_run,
@@ -254,7 +254,7 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            self.trainer.timers.enter(FINISHING_SAVE)
+            PLACE.finishes_save = True  # its phase stays that of the failure
             try:
                 whole = any(component.is_whole_after(error) for component in self.trainer.components)
                 if whole and self.options.save is not None:

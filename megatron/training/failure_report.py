@@ -329,7 +329,8 @@ def record_failure(
             file.close()
             if stall is not None and not stall.lost:
                 folder = save_stall(run_dir, stall)
-                echo(f"the stacks of the ranks: {folder}", file=sys.stderr, flush=True)
+                if any(folder.glob("rank_*.txt")):
+                    echo(f"the stacks of the ranks: {folder}", file=sys.stderr, flush=True)
                 append_incident(Path(run_dir), "hang", stall.step, text, folder)
 
     writer = threading.Thread(target=write, daemon=True)

@@ -49,6 +49,7 @@ def fit_to_machine(
         UserError: with everything that this machine lacks.
     """
     device, parallel, notes = config.training.device, config.parallel, list[str]()
+    placed = config  # on the device that this machine has
     launch, ranks = Launch.read(environ), ranks_per_node(environ)
     alone = device != "cpu" and max(launch.world_size, world_size) <= ranks and has_no_gpu(environ)
     problems = [*_folder_problems(config)]
@@ -59,10 +60,11 @@ def fit_to_machine(
         if parallel.distributed_backend == "nccl":
             config = replace(config, parallel=replace(parallel, distributed_backend=None))
             notes.append("--distributed-backend nccl has no effect without GPUs: the ranks use gloo")
-        problems += find_problems(replace(config, training=replace(config.training, device="cpu")), world_size)
+        placed = replace(config, training=replace(config.training, device="cpu"))
+        problems += find_problems(placed, world_size)
     first = launch.rank - launch.local_rank
     here = range(first, min(first + ranks, world_size))
-    found = [*_memory_problems(config, world_size, here, device == "cpu" or alone)]
+    found = [*_memory_problems(placed, world_size, here, device == "cpu" or alone)]
     problems += [each for each in found if isinstance(each, Problem)]
     notes += [each for each in found if isinstance(each, str)]
     if problems:

@@ -293,7 +293,8 @@ def build_and_train(
     pipeline = trainer.pipeline if config.parallel.pipeline_model_parallel_size > 1 else None
     with log, PeerWatchdog(world, pipeline, run_dir):
         with refuse_start_on_error(), stopped_after_errors(trainer.components):
-            shown = summary(config, world.size, *trainer.progress.in_phase, known_cluster(config, world.size))
+            placed = replace(config, training=replace(config.training, device=trainer.device.type))
+            shown = summary(placed, world.size, *trainer.progress.in_phase, known_cluster(config, world.size))
             notes.append("\n".join([shown, *trainer.data.summary()]))
             for text in loaded if goodput.goes_back else notes:
                 log.note(text)

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from megatron.config.logging import LoggingConfig
 from megatron.config.run import RunConfig
-from megatron.config.text import did_you_mean
+from megatron.config.text import did_you_mean, listed
 from megatron.data.errors import DataError
 from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import Checkpointer
-from megatron.training.component import Component
+from megatron.training.component import Component, name_in_errors
 from megatron.training.features import plugin_callbacks
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.loop import CallbackList, take_step
@@ -32,6 +32,9 @@ from megatron.training.module_trace import ModuleSize, ModuleTrace, SampleSize, 
 from megatron.training.resume_source import ResumeSource, read_only_options
 from megatron.training.step_record import record_samples, record_tensors
 from megatron.training.trainer import Trainer
+
+LEFT_OUT = Component.on_log, Component.on_evaluate, Component.before_save, Component.on_save
+"""Hooks of plugins that are not called: nothing is logged, evaluated or saved."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +129,15 @@ def replay(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     trainer = build_trainer(config, rank, world_size, fresh=source.fresh)
-    trainer.components += plugin_callbacks(trainer)
+    plugins = plugin_callbacks(trainer)
+    trainer.components += plugins
     check_modules(trainer, [options.samples, options.stop_at, *(options.keep or ())[:1]])
     found = Replay(notes=Checkpointer(trainer).load(source))
     probe = StepProbe(trainer, options.step)
     trainer.components.append(probe)
     log = RunLogger(config, world_size=world_size, device=trainer.device, enabled=False)
     callbacks = CallbackList(trainer, log)
+    found.notes += start_components(trainer, plugins)
     window = MetricsWindow(trainer.device, config.training.seq_length, world=trainer.mesh.world)
     last = options.step - 1 if options.samples else options.step
     while trainer.iteration < last:
@@ -142,7 +147,7 @@ def replay(
         elif step == options.step - 1 and options.modules:
             trace = ModuleTrace(trainer)
         callbacks.start_step(window, step)
-        found.steps.append(take(trainer, callbacks, trace))
+        found.steps.append(take(trainer, callbacks, window, trace, last=step == options.step))
         if trace is not None:
             found.modules_before, found.modules = found.modules, trace.gather()
             if trace.kept and options.keep:
@@ -156,6 +161,17 @@ def replay(
     return found
 
 
+def start_components(trainer: Trainer, plugins: Sequence[Component]) -> list[str]:
+    """Start what acts in a replay, and return notes; collective."""
+    notes = [note for component in trainer.components for note in component.on_start(lambda: False)]
+    for plugin in plugins:
+        with name_in_errors(plugin.plugin, "on_train_start"):
+            plugin.on_train_start()
+        if left_out := [hook.__name__ for hook in LEFT_OUT if plugin in trainer.acting(hook)]:
+            notes.append(f"a replay does not call {listed(left_out)} of the callback {plugin.plugin} (--plugin)")
+    return notes
+
+
 def check_modules(trainer: Trainer, names: Sequence[str | None]) -> None:
     """Raise DataError on every rank if the model lacks a module of ``names``; collective."""
     mine = sorted({name for chunk in trainer.chunks.values() for name, _ in chunk.named_modules() if name})
@@ -166,12 +182,17 @@ def check_modules(trainer: Trainer, names: Sequence[str | None]) -> None:
             raise DataError(f"the model has no module {name}", *([guess] if guess else []))
 
 
-def take(trainer: Trainer, callbacks: CallbackList, trace: ModuleTrace | None) -> ReplayedStep:
-    """Take the next step, perhaps observed, and return its results."""
+def take(
+    trainer: Trainer, callbacks: CallbackList, window: MetricsWindow, trace: ModuleTrace | None, last: bool
+) -> ReplayedStep:
+    """Take the next step, perhaps observed, and return its results; call what acts after it unless it is the last."""
     samples, rates = trainer.reader.next_batch_size, trainer.schedule.rates(trainer.consumed_samples)
     with nullcontext() if trace is None else trace.observing():
         metrics = take_step(trainer, None, callbacks, samples, rates)
     callbacks.call(Component.settle)
+    if not last:  # of plugins: other components that act there are refused or left out
+        callbacks.call_paused(Component.on_step_end, window, metrics)
+        callbacks.call_paused(Component.on_iteration_end, window)
     digest = f"{trainer.reader.samples_digest():016x}"
     numbers = float(metrics.loss), float(metrics.grad_norm), bool(metrics.skipped)
     return ReplayedStep(trainer.iteration, trainer.consumed_samples, *numbers, digest)

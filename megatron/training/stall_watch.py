@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import add_to_count, publish_text, read_texts, write_flight_record
-from megatron.distributed.places import BEAT, FAILED, FINISHING_SAVE, LEFT, PHASE, PLACE, REPORTED, read_all
+from megatron.distributed.places import BEAT, FAILED, LEFT, PLACE, REPORTED, read_all
 from megatron.training.first_cause import DISK_SECONDS, within
 from megatron.training.incidents import Incident, record_incident
 from megatron.training.stalls import (
@@ -78,15 +78,14 @@ class StallWatch:
             signal.getitimer(signal.ITIMER_REAL)
         )
         PLACE.slots[LEFT] = PLACE.slots[FAILED] = PLACE.slots[REPORTED] = 0
+        PLACE.finishes_save = False
         self.interval = min(1.0, self._timeout / 10) if self._timeout else 1.0
         self.poll()  # the timers run before the first step
 
     @property
     def still(self) -> float:
         """Seconds without progress; 0 while a rank that has failed waits for a save in progress."""
-        if PLACE.slots[PHASE] == PLACE.text(FINISHING_SAVE):
-            return 0.0
-        return time.monotonic() - self._since
+        return 0.0 if PLACE.finishes_save else time.monotonic() - self._since
 
     def poll(self) -> None:
         """Note that this process runs Python, and write its stacks if it makes no progress."""
@@ -190,8 +189,12 @@ def write_stacks() -> None:
 
 
 def own_stacks() -> str:
-    """Return what :func:`write_stacks` has written."""
-    return "" if PLACE.stacks is None else read_all(PLACE.stacks)
+    """Return what :func:`write_stacks` has written; a rank that is asked before it has written them does so now."""
+    if PLACE.stacks is None:
+        return ""
+    if not read_all(PLACE.stacks):
+        write_stacks()
+    return read_all(PLACE.stacks)
 
 
 def publish_place(rank: int, place: Mapping[str, Any]) -> None:

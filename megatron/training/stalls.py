@@ -231,9 +231,13 @@ def short_place(place: PlaceFacts) -> dict[str, Any]:
 
 
 def incident_facts(stall: Stall) -> dict[str, Any]:
-    """Return the facts of an incident of kind ``hang``: the culprits, and the places of all ranks without stacks."""
-    places = {
-        str(rank): {name: value for name, value in short_place(place).items() if name != "stacks"}
-        for rank, place in stall.places.items()
-    }
+    """Return the facts of an incident of kind ``hang``: the culprits, and the places of all ranks without stacks.
+
+    Each place begins with ``at``, as in the sentence, and its groups with those whose call it waits for.
+    """
+    places = {}
+    for rank, place in stall.places.items():
+        known = {name: value for name, value in short_place(place).items() if name != "stacks"}
+        groups = sorted(known["groups"], key=lambda group: group["awaited"] is None)
+        places[str(rank)] = {"at": describe(place, 0.0), **known, "groups": groups}
     return {"culprits": [*stall.culprits], "places": places, "noticed": time.time()}

@@ -140,6 +140,23 @@ def test_a_callback_that_changes_weights_is_no_fault_of_hardware(tmp_path: Path)
     assert "device" not in (tmp_path / "run" / "failures.jsonl").read_text()
 
 
+@pytest.mark.parametrize("policy", ["stop", "exclude"])
+def test_the_error_names_the_cause_the_incident_and_how_to_go_on(tmp_path: Path, policy: str) -> None:
+    def flip(trainer: Trainer) -> None:
+        next(iter(trainer.optimizer.weights.shards.values())).data.view(-1)[0] += 1
+
+    flags = COMMON.replace("--on-corruption report", f"--on-corruption {policy}") + f" {SAVES}".format(tmp_path)
+    outcome = start(tiny_run(tmp_path / "run", flags), before_step(5, flip))
+    ((folder, incident),) = read_incidents(tmp_path / "run")
+    assert incident.sentence.endswith("; a transient fault of hardware")
+    more = " with --on-corruption exclude" if policy == "stop" else ""
+    assert outcome.err.endswith(
+        f"E982 {incident.sentence}; the last step that was found clean is 4\n"
+        f"  samples and configuration of the step: {folder}\n"
+        f"  go on: the same command{more}, which resumes from step 4 or before\n"
+    )
+
+
 def check_flips(pool: Pool, layout: str, steps: int) -> None:
     score = run_layout(pool, layout, steps, count=steps - 4, seed=3)
     assert score.planted.total() >= steps - 6

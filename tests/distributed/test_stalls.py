@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron.config.run import RunConfig
 from megatron.distributed.places import PLACE
+from megatron.distributed.timing import PHASES
 from megatron.training.failure_report import FAILURES_FILE
 from megatron.training.incidents import read_incidents
 from megatron.training.loggers.alerts import ALERTS_FILE
@@ -55,6 +56,10 @@ def test_an_incident_has_the_places_and_stacks_of_all_ranks(ended: dict[str, End
     assert (incident.kind, incident.step) == ("hang", 3)
     assert incident.facts["culprits"] == [2]
     assert [*incident.facts["places"]] == ["0", "1", "2"]
+    for place in incident.facts["places"].values():  # as in the sentence
+        assert place["at"] in incident.sentence
+        assert place["phase"] in PHASES
+    assert incident.facts["places"]["0"]["groups"][0]["awaited"]["operation"] == "all-reduce"
     assert "in hold_lock" in (folder / "rank_2.txt").read_text()
     assert "in all_reduce" in (folder / "rank_0.txt").read_text()
 

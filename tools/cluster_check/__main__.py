@@ -24,17 +24,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # if this checkout is not installed
 
-from megatron.arguments.cli import parse
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch, exit_process
 from megatron.config.run import RunConfig
 from megatron.config.text import counted, echo
-from megatron.convert.huggingface.config import read_model_values
+from megatron.data.errors import DataError
 from megatron.planner.communication import AXES
 from megatron.planner.hardware import Accelerator, Cluster, driver_accelerator, find_accelerator
 from megatron.planner.step_time import StepTime, step_time
 from megatron.training.measured_run import read_measured_run
-from tools.memory import complete_flags
+from tools.memory import parse_run
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
@@ -56,7 +55,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
             echo("\n".join(shares({"predicted": step_time(run.config, run.world_size, cluster)}, measured)))
             return 0
         return _measure(options, flags, Launch.read(environ))
-    except UserError as error:
+    except (UserError, DataError) as error:
         echo(error, file=sys.stderr)
         return 2
 
@@ -133,13 +132,7 @@ def _accelerator(named: str | None, driver_name: str) -> Accelerator:
 
 def _config(flags: Sequence[str], world_size: int) -> RunConfig | None:
     """Return the configuration of the flags of a run; None without any."""
-    if not flags:
-        return None
-    environ = {"RANK": "0", "WORLD_SIZE": str(world_size)}
-    config = parse(["--check-config", *complete_flags(flags)], environ, read_model=read_model_values).config
-    if config.model.vocab_size is None:
-        raise UserError([Problem("E104", "the vocabulary size is not specified", ("--vocab-size 50257",))])
-    return config
+    return parse_run(flags, {"RANK": "0", "WORLD_SIZE": str(world_size)})[0] if flags else None
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def read_starts(folder: Path) -> Iterator[RunStart]:
         except (OSError, LookupError, AttributeError, TypeError) as error:
             why = error.strerror if isinstance(error, OSError) else "its records are not complete"
             seen = f"{folder} is not the folder of a run, as given to it by --run-dir: {why}"
-            raise DataError(seen, "--run RUN_DIR") from error
+            raise DataError(seen) from error
 
 
 @dataclass(frozen=True)

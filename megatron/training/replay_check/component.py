@@ -23,6 +23,7 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
 from megatron.config.text import counted
 from megatron.distributed import comm
+from megatron.distributed.launch import run_on_rank0
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.optimizer.param_groups import ParamGroup
@@ -255,6 +256,7 @@ class ReplayCheck(Component):
         ends = self._policy != "report"
         if world.rank == 0 and ends and verdict.is_hardware and save is not None:
             record_corruption(parse_location(save), clean, step)
+        folder: Path | None = None
         record = {} if run_dir is None else gather_step_record(self._trainer, self._inputs[0], {}, intact=False)
         if run_dir is not None and world.rank == 0:
             facts = {
@@ -276,7 +278,13 @@ class ReplayCheck(Component):
             self._at_rest.forget()  # somebody may repair it
             return
         if verdict.is_hardware:
-            raise CorruptionError(f"{CORRUPTION} {verdict.sentence}; the last step that was found clean is {clean}")
+            failure = CorruptionError(f"{CORRUPTION} {verdict.sentence}; the last step that was found clean is {clean}")
+            if where := run_on_rank0(lambda: str(folder or ""), world):
+                failure.add_note(f"samples and configuration of the step: {where}")
+            if save is not None:
+                other = "" if self._policy == "exclude" else " with --on-corruption exclude"
+                failure.add_note(f"go on: the same command{other}, which resumes from step {clean} or before")
+            raise failure
         fixes = () if verdict.place in SOFTWARE else ("--deterministic",)
         raise UserError([Problem("E983", verdict.sentence, (*fixes, "drop --replay-check"))])
 

@@ -173,7 +173,7 @@ def _judge_findings(reports: Sequence[RankReport], step: int, calibrated: bool) 
     sentence = f"{found} differs in the check of step {step}, on {_named(reports, culprits)}: {listed([*texts][:4])}"
     software = SOFTWARE.get(found)
     if software is None or (calibrated and len(culprits) == 1):
-        return _verdict(TRANSIENT, found, culprits, sentence, reports)
+        return _verdict(TRANSIENT, found, culprits, f"{sentence}; a transient fault of hardware", reports)
     why = "no single fault reaches several ranks" if len(culprits) > 1 else "this start has not found it stable before"
     return _verdict(NONDETERMINISTIC, found, culprits, f"{sentence}; {why}: {software}", reports)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.parallel import ZERO_STAGES
+from tools import preprocess_data
 from tools.memory import main
 
 ROOT = Path(__file__).parents[3]
@@ -57,10 +59,23 @@ def test_the_flags_of_a_run_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert halves[1] == pytest.approx(halves[0] / 2, rel=2e-3)
 
 
+def test_the_vocabulary_is_that_of_the_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As in a run with the same flags: the data record their tokenizer."""
+    text, data = tmp_path / "text.jsonl", str(tmp_path / "data")
+    text.write_text(json.dumps({"text": "the quick brown fox"}) + "\n")
+    tokenizer = ("--tokenizer-type", "ByteTokenizer")
+    assert preprocess_data.main(["--input", str(text), "--output-prefix", data, "--append-eod", *tokenizer]) == 0
+    capsys.readouterr()
+    tiny = ("--preset", "tiny-gpt2")
+    found = printed(capsys, *tiny, "--data-path", f"{data}_text_document")
+    assert found == printed(capsys, *tiny, *tokenizer)
+    assert found.splitlines()[0] == printed(capsys, *tiny, "--vocab-size", "257").splitlines()[0]
+
+
 def test_errors_are_reported_as_by_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--preset", "llama2-7b", "--world-size", "3", "--tensor-model-parallel-size", "2"], {}) == 2
     assert "E202" in capsys.readouterr().err
-    assert main(["--preset", "tiny-gpt2", "--tokenizer-type", "ByteTokenizer"], {}) == 2
+    assert main(["--preset", "tiny-gpt2"], {}) == 2
     assert "--vocab-size" in capsys.readouterr().err
     assert main(["--help"], {}) == 0
     assert "tools/memory.py" in capsys.readouterr().out

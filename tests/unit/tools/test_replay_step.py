@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,13 @@ from safetensors.torch import load_file
 
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.rewinds import Rewind, write_rewinds
+from megatron.config import plugins
+from megatron.config.plugins import register
+from megatron.training.callbacks.base import Callback
+from megatron.training.component import Component
 from megatron.training.incidents import read_incidents
+from megatron.training.loggers.base import Metrics
+from megatron.training.metrics import StepMetrics
 from tests.distributed.test_replay import EMBEDDING, SAVES, STEP, nan_in_embedding
 from tests.kit.runs import before_step, contents, start, tiny_run
 from tools.lib.replayed_step import ReplayTarget, on_course, read_target
@@ -87,7 +94,7 @@ def test_a_copied_run_is_found_with_its_checkpoints_and_a_healthy_step_is_equal(
 def test_a_mean_of_steps_is_taken_again_from_before_its_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert start(tiny_run(tmp_path, f"{SAVES} --save {tmp_path}/saved --train-iters 4 --log-interval 2")).status == 0
+    assert start(tiny_run(tmp_path, f"{SAVES} --save {tmp_path}/saved --exit-interval 4 --log-interval 2")).status == 0
     assert read_target(tmp_path, 4, ()).threads == torch.get_num_threads()
     status, text = replayed(capsys, tmp_path, "--step", 3)
     assert status == 2
@@ -97,6 +104,9 @@ def test_a_mean_of_steps_is_taken_again_from_before_its_first(
     status, text = replayed(capsys, tmp_path, "--step", 4)
     assert status == 0, text
     assert "steps 3 to 4: loss" in text
+    status, text = replayed(capsys, tmp_path, "--step", 6)
+    assert status == 2
+    assert "nothing to compare step 6 with: its last log line is of step 4\n  fix: --step 4 | --bisect\n" in text
 
 
 def test_the_debugger_is_entered_before_the_module_in_the_last_step_alone(
@@ -115,6 +125,7 @@ def test_the_debugger_is_entered_before_the_module_in_the_last_step_alone(
     [
         ((), "is no incident: name a step of the run"),
         (("--step", "0"), "steps are counted from 1"),
+        (("--step", "7", "--bisect"), "the run ends with step 6, and has no step 7\n  fix: --step 4\n"),
         (("--step", "5", "--checkpoint", "nowhere"), "no checkpoint before step 5"),
         (("--step", "5", "--set", "data.sed=3"), "there is no option"),
         (("--step", "5", "--set", "elastic.elastic_replicas=2"), "a step of an elastic replica sums"),
@@ -127,6 +138,35 @@ def test_what_cannot_be_taken_again_ends_with_status_2(
     status, text = replayed(capsys, run, *argv)
     assert status == 2, text
     assert words in text
+
+
+class Shrink(Callback):
+    """Changes weights after each step, by what it has kept from the start."""
+
+    def on_train_start(self) -> None:
+        self.factor = 0.9
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        for x in self.trainer.optimizer.weights.shards.values():
+            x.data.mul_(self.factor)
+
+    def on_iteration_end(self) -> None:
+        self.factor -= 0.01
+
+    def on_log(self, metrics: Metrics) -> None:
+        """Nothing."""
+
+
+def test_callbacks_of_plugins_act_after_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    note = "note: a replay does not call on_log of the callback shrink (--plugin)"
+    with patch.dict(plugins._registered, {"callback": {}}):
+        register("callback", "shrink")(Shrink)
+        assert start(tiny_run(tmp_path)).status == 0
+        status, text = replayed(capsys, tmp_path, "--step", 4)
+        assert (status, text.count(" equal"), note in text) == (0, 12, False), text
+        with patch.object(Shrink, "on_iteration_end", Component.on_iteration_end):
+            status, text = replayed(capsys, tmp_path, "--step", 4)
+    assert (status, "step 2: loss" in text, note in text) == (1, True, True), text
 
 
 def test_a_checkpoint_that_a_rewind_has_undone_is_not_the_base_of_later_steps(tmp_path: Path) -> None:

@@ -210,6 +210,10 @@ def test_the_tool_prints_the_answer(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (outcome.status, statuses) == (0, [tool.CARRIED_OUT])
     assert "): stopped after step 3 of 6\n" in outcome.out + capsys.readouterr().out
     assert tool.main([str(tmp_path / "run"), "save", "--timeout", "0.3"]) == tool.UNANSWERED
+    assert "the run has ended in good order, and reads no requests" in capsys.readouterr().err
+    journal = tmp_path / "run" / "incidents.md"
+    journal.write_text(journal.read_text().replace("ended in good order", "incident: killed"))
+    assert tool.main([str(tmp_path / "run"), "save", "--timeout", "0.3"]) == tool.UNANSWERED
     assert "has not read the request, which is withdrawn" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "run").glob("control*")) == []
     (tmp_path / "run" / "control").write_text("save")

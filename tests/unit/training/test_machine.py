@@ -68,6 +68,21 @@ def test_state_beyond_the_memory_is_refused_here_and_not_for_other_machines(
     assert checked(capsys, f"{LARGE} --check-config")[0] == 0
 
 
+def test_nothing_is_forecast_for_nccl_on_a_machine_without_gpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    flags = f"{TINY} --global-batch-size 8 --check-config"
+    status, printed = checked(capsys, flags)
+    assert (status, "no GPU found" in printed, "NCCL" in printed) == (0, True, False), printed
+    monkeypatch.setattr("megatron.training.machine.memory_bytes", lambda: 1 << 30)
+    assert "memory may not suffice" not in checked(capsys, flags)[1], "768 MiB of each rank were NCCL's"
+    for name in LAUNCHED:
+        monkeypatch.delenv(name)
+    assert "NCCL estimate" in checked(capsys, f"{flags} --world-size 8")[1], "of other machines"
+
+
 @pytest.mark.parametrize(("ranks", "fits"), [(1, True), (8, False)])
 def test_all_ranks_of_a_machine_count(ranks: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = LAUNCHED | {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": str(ranks)}

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron.distributed.places import MAX_ROWS, PLACE, RING, STEP, PeerPlace, ProcessPlace
-from megatron.training import stall_watch
+from megatron.training import failure_report, stall_watch
+from megatron.training.failure_report import StalledError, record_failure
+from megatron.training.incidents import read_incidents
 from megatron.training.stall_watch import REQUEST_KEY, StallWatch, publish_place, read_places
+from megatron.training.stalls import Stall
 
 RANKS = 120
 
@@ -88,6 +94,31 @@ def test_the_record_of_a_rank_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = read_places(range(9)).values()
     assert found["groups"][0]["ranks"] == [*range(1024)]
     assert stacks.endswith(found["stacks"])
+
+
+def test_a_rank_that_has_written_no_stacks_writes_them_when_its_place_is_gathered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a short timeout gloo's error comes before the watchdog has noticed that there is no progress."""
+    alone: Any = SimpleNamespace(rank=0, size=1)
+    PLACE.reset()
+    try:
+        assert stall_watch.gather_places(alone)[0]["stacks"] == ""  # nowhere to write them
+        PLACE.share()
+        stall = Stall("rank 1: no answer", (1,), places=stall_watch.gather_places(alone))
+    finally:
+        PLACE.reset()
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    monkeypatch.setattr(PLACE, "hosts", [("node", 0), ("node", 1)])
+    monkeypatch.setattr(failure_report, "is_distributed_initialized", lambda: True)
+    record_failure(str(tmp_path), StalledError(stall), {})
+    ((folder, _),) = read_incidents(tmp_path)
+    assert "gather_places" in (folder / "rank_0.txt").read_text()
+    assert f"the stacks of the ranks: {folder}\n" in capsys.readouterr().err
+    bare = replace(stall, places={0: {**stall.places[0], "stacks": ""}})
+    record_failure(str(tmp_path), StalledError(bare), {})
+    assert len([*read_incidents(tmp_path)]) == 2
+    assert "the stacks" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
