@@ -15,6 +15,7 @@ from megatron.data.errors import DataError
 from megatron.distributed.launch import connect_places, world_group
 from megatron.distributed.places import PLACE
 from megatron.training.build import build_trainer
+from megatron.training.components.nonfinite import find_nonfinite_weight
 from megatron.training.components.power import PowerMeter
 from megatron.training.components.slow_ranks import SlowRanks
 from megatron.training.components.state_checksums import StateChecksums
@@ -140,6 +141,14 @@ def is_set_somewhere(rank: int, world_size: int) -> bool:
     return check._is_any_set([torch.zeros(3, dtype=torch.bool), torch.tensor([rank == world_size - 1])])
 
 
+def spoiled_weight(rank: int, world_size: int) -> str:
+    """Return what all ranks are to know of a weight that is not finite on the last one."""
+    trainer = build_trainer(DP2.config(), rank, world_size)
+    if rank == world_size - 1:
+        trainer.optimizer.main_params["layers.0.input_layernorm.weight"].fill_(torch.nan)
+    return find_nonfinite_weight(trainer)
+
+
 def stale_weights(rank: int, world_size: int) -> list[str]:
     """Return what is found of a bit that rank 0 has flipped in weights of rank 1."""
     trainer = build_trainer(ZERO1.config(), rank, world_size)
@@ -188,6 +197,7 @@ RECORDS: dict[str, Detector] = {
         for name, (events, place, culprits) in FINDINGS.items()
     },
     "replay-flags": Detector(2, is_set_somewhere, (), partial(all_equal, True)),
+    "spoiled-weight": Detector(2, spoiled_weight, (), partial(all_equal, "layers.0.input_layernorm.weight (rank 1)")),
     "replay-gathered": Detector(
         2, stale_weights, (), lambda ranks: [len(found) for found in ranks] == [1, 0] and "rank 1" in ranks[0][0]
     ),
