@@ -19,18 +19,18 @@ fi
 
 # Everything runs in three parts at once, of about the same length. The output of most distributed tests is shown as
 # it comes, that of the others at the end.
-matrix=tests/distributed/test_layout_matrix.py
+ranks=(tests/distributed/test_{grad_compression,layout_matrix,perturbation}.py)
 whole_runs=(tests/unit/training tests/unit/checkpoint tests/unit/convert tests/unit/data)
 output=$(mktemp -d) pids=() codes=
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$output"' EXIT
-{ mypy && exec python -m pytest "${whole_runs[@]}" "$matrix" "$@"; } &>"$output/0" &
+{ mypy && exec python -m pytest "${whole_runs[@]}" "${ranks[@]}" "$@"; } &>"$output/0" &
 pids+=($!)
 python -c "import torch._dynamo, transformers" # compiles them once, where each part would
 others=(tests/unit "${whole_runs[@]/#/--ignore=}" tests/slurm tests/soaking tests/parity tests/golden tests/fuzz)
 python -m pytest "${others[@]}" "$@" &>"$output/1" &
 pids+=($!)
 code=0
-python -m pytest tests/distributed --ignore="$matrix" tests/gpu "$@" || code=$?
+python -m pytest tests/distributed "${ranks[@]/#/--ignore=}" tests/gpu "$@" || code=$?
 codes="$codes$code"
 for part in 0 1; do
     code=0
