@@ -131,7 +131,7 @@ def wake(fleet: Fleet, run: Run, stopped: dict[int, float]) -> None:
         programs = fleet.programs[index]
         for program in programs:
             program.send_signal(signal.SIGCONT)
-        step = fleet.step_of(index)
+        step = fleet.last_step()  # the replica may still record a step that it had taken with the others
         ends = partial(_ends_or_goes_on, fleet, index, step)
         fleet.wait(ends)  # it may go on if the others have not missed it yet
         del stopped[index]
