@@ -8,7 +8,7 @@ ordinary run: the first replica writes it.
 Nothing changes before all ranks of all members have the sums. If a member is lost before that, the step is aborted, and
 :class:`ElasticReplica` makes further attempts of the same step with those that are left
 (:mod:`megatron.training.replicas.members`): with ``--elastic-batch keep`` they first compute the micro-batches that
-nobody has. A replica that starts is filled by another one between two steps.
+no member has. A replica that starts is filled by another one between two steps.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class ElasticReplica(Component):
             self._aborted += 1
 
     def _complete(self, mine: Contribution, members: list[Member]) -> Contribution:
-        """Return the sums over the members, which first compute the micro-batches that nobody has."""
+        """Compute this replica's share of the missing micro-batches, and return the sums over the members."""
         if self.options.elastic_batch == "keep":
             self._compute_missing(members, mine)
         return self._sum(mine, members)
@@ -380,9 +380,9 @@ class ElasticReplica(Component):
         if not self._is_connected:
             return True
         replicas = self.replicas
-        if not self._members and replicas.index:  # a start after the last step joins nobody
+        if not self._members and replicas.index:  # started after the last step, so it has not joined the others
             return False
-        if self._members and self.trainer.iteration >= self.trainer.total_steps:  # nobody ends before it is saved
+        if self._members and self.trainer.iteration >= self.trainer.total_steps:  # wait for the replica that saves
             left = run_on_rank0(lambda: replicas.wait_for_first(self._members), self.world)
             self._members = self._members[len(self._members) - left :]
         if self._members and replicas.index != self._members[0].index:

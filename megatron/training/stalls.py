@@ -2,7 +2,7 @@
 
 A place (:func:`megatron.distributed.places.decode`) has the number of the collectives that a rank has called in each of
 its groups, and the one that it waits for. A rank waits for the members of that group which have called fewer. Ranks
-that are waited for and wait for nobody are the cause. Calls of equal number have to be equal, too.
+that are waited for, and do not wait themselves, are the cause. Calls of equal number have to be equal, too.
 """
 
 from __future__ import annotations

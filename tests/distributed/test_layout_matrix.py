@@ -72,7 +72,7 @@ COSTS |= {"cp": (1, 2, 3, 4), "micro_batch": (4, 2, 1)}
 """Of what takes most time in a case, the values that take least first."""
 Lightening(MATRIX, COSTS, valid).run()
 SHORT = shortened(MATRIX)
-"""What is not slow: every value occurs twice. All of the matrix has every pair."""
+"""Cases of the default set, in which every value occurs twice. All of ``MATRIX`` covers every pair of values."""
 
 ADAPTED = covering(OF_ADAPTERS, valid)
 _DENSE_BESIDE_EXPERTS = {"dp": 4, "zero": "3 twice", "experts": "shared", "ep": 2, "adapters": "dora"}

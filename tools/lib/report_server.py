@@ -55,7 +55,7 @@ class LivePage:
                     self._body = self._render()
                     self._state, self._time = secrets.token_hex(8), time.strftime("%H:%M:%S UTC", time.gmtime())
                     self._read = files
-                except Exception as error:  # the folder is being moved or written anew, or holds odd records
+                except Exception as error:  # the run folder is being replaced, or its records are malformed
                     self._time = f"{self._time}; now unreadable: {error}"[:200]
                 self._next_read = time.monotonic() + REST * (time.monotonic() - began)
             return self._state, self._body, self._time

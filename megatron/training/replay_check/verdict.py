@@ -29,7 +29,7 @@ SOFTWARE = {
     "state": "a callback or plugin may change weights or moments between two updates",
     "update": "an update rule may not be deterministic, or keep state of its own",
 }
-"""What else than hardware may be to blame, by place of a finding."""
+"""Possible causes in software, by place of a finding."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class SimulatedRanks:
 
 def test_one_rank_of_many_collects_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = SimulatedRanks(monkeypatch, RANKS, behind=5)
-    assert not ranks.requests  # nobody publishes before it is asked
+    assert not ranks.requests  # a rank publishes its place when another one asks for it
     found = [ranks.act_as(rank).find() for rank in range(RANKS)]
     first, *others = found
     assert first is not None
