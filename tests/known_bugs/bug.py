@@ -1,0 +1,31 @@
+"""A bug that another framework had: the report, a small test that it fails, and the bug itself, to plant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from tests.distributed.detect import Detector
+
+
+@dataclass(frozen=True)
+class KnownBug:
+    """A reported bug with which training went wrong without an error, and the means to show that it is absent here.
+
+    Args:
+        reports: where it was reported: project and number, ``NVIDIA/Megatron-LM#7452 (finding 8)``.
+        kind: what it belongs to, a heading of the page.
+        bug: what went wrong there, in one sentence.
+        check: what is compared here, in one sentence that names the independent side.
+        detector: the ranks, the job of each, and whether their results are right.
+        plant: patches the library so that it has the bug, on every rank.
+    """
+
+    reports: tuple[str, ...]
+    kind: str
+    bug: str
+    check: str
+    detector: Detector
+    plant: Callable[[], AbstractContextManager[Any]]

@@ -1,0 +1,9 @@
+"""All known bugs, by a name for tests; one file for each group of kinds."""
+
+from __future__ import annotations
+
+from tests.known_bugs import parallelism
+from tests.known_bugs.bug import KnownBug
+
+BUGS: dict[str, KnownBug] = parallelism.BUGS
+"""By name. ``python -m tests.known_bugs`` writes docs/known_bugs.md from it."""
