@@ -112,6 +112,14 @@ BUGS = {
         detector=alone(packed, TINY),
         plant=positions_of_the_sample,
     ),
+    "first-tokens-predicted": KnownBug(
+        reports=("pytorch/torchtitan#4075", "alex-hh/profam#504"),
+        kind="Packed documents",
+        bug="the last token of a document was trained to predict the first one of the next",
+        check=SAME,
+        detector=alone(packed, TINY),
+        plant=first_tokens_predicted,
+    ),
     "convolution-crosses-documents": KnownBug(
         reports=("huggingface/transformers#46588",),
         kind="Packed documents",
