@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from tests.known_bugs import parallelism
+from tests.known_bugs import packing, parallelism, resume
 from tests.known_bugs.bug import KnownBug
 
-BUGS: dict[str, KnownBug] = parallelism.BUGS
+BUGS: dict[str, KnownBug] = {
+    **parallelism.BUGS,
+    **packing.BUGS,
+    **resume.BUGS,
+}
 """By name. ``python -m tests.known_bugs`` writes docs/known_bugs.md from it."""
