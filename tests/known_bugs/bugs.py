@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.known_bugs import chats, conversion, experts, packing, parallelism, resume, steps, texts
+from tests.known_bugs import chats, conversion, data, evaluation, experts, packing, parallelism, resume, steps, texts
 from tests.known_bugs.bug import KnownBug
 
 BUGS: dict[str, KnownBug] = {
@@ -13,6 +13,8 @@ BUGS: dict[str, KnownBug] = {
     **experts.BUGS,
     **texts.BUGS,
     **chats.BUGS,
+    **data.BUGS,
+    **evaluation.BUGS,
     **conversion.BUGS,
 }
 """By name. ``python -m tests.known_bugs`` writes docs/known_bugs.md from it."""
