@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from tests.known_bugs import parallelism
-from tests.known_bugs.bug import KnownBug
+from tests.known_bugs import parallel_gradients, parallel_losses, parallel_sequences
+from tests.known_bugs.bug import KnownBug, UncoveredBug
 
-BUGS: dict[str, KnownBug] = parallelism.BUGS
+BUGS: dict[str, KnownBug] = parallel_gradients.BUGS | parallel_losses.BUGS | parallel_sequences.BUGS
 """By name. ``python -m tests.known_bugs`` writes docs/known_bugs.md from it."""
+
+UNCOVERED: list[UncoveredBug] = parallel_losses.UNCOVERED
+"""Those that no test covers, with the reason."""
