@@ -6,7 +6,7 @@ Takes a minute on two cores. ``--only NAME`` runs some of them and writes nothin
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,15 +30,20 @@ def deviations(detector: Detector, ranks: Sequence[Any]) -> list[StepDeviation]:
     return compare_with_twin([join_traces(step) for step in zip(*ranks)], case)
 
 
-def largest(found: Iterable[StepDeviation]) -> str:
+def largest(detector: Detector, ranks: Sequence[Any]) -> str:
     """Return the largest error, as text."""
-    errors = [deviation.error for deviation in found]
-    return f"{max(errors):.0e}" if errors else "–"
+    errors = [deviation.error for deviation in deviations(detector, ranks)] or _numbers(ranks)
+    return "–" if not errors else f"{max(errors):.0e}" if max(errors) else "0"
 
 
-def distances(found: Sequence[StepDeviation]) -> str:
+def _numbers(ranks: Sequence[Any]) -> list[float]:
+    """Return the results of ranks that are errors themselves."""
+    return [result for result in ranks if isinstance(result, float)]
+
+
+def distances(detector: Detector, ranks: Sequence[Any]) -> str:
     """Return the errors of loss, norm and the farthest gradient that exceed the tolerance, as text."""
-    texts = []
+    found, texts = deviations(detector, ranks), [f"off by {error:.2g}" for error in _numbers(ranks)[:1]]
     for kind, text in QUANTITIES.items():
         worst = max((d for d in found if d.kind == kind), key=lambda d: d.error, default=None)
         if worst is not None and worst.error > TOLERANCE:
@@ -55,7 +60,7 @@ def run(pool: Pool, name: str) -> Outcome:
 
     clean, planted = ranks(detector.function, *detector.args), ranks(run_with_bug, name)
     absent, noticed = detector.right(clean), not detector.right(planted)
-    outcome = Outcome(absent, noticed, largest(deviations(detector, clean)), distances(deviations(detector, planted)))
+    outcome = Outcome(absent, noticed, largest(detector, clean), distances(detector, planted))
     print(f"{name}: {'absent' if absent else 'PRESENT'}, {outcome.planted if noticed else 'NOT NOTICED'}", flush=True)
     return outcome
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,19 +66,20 @@ def link(report: str) -> str:
     return f"[{project} {number}](https://github.com/{owner}/{project}/issues/{number}){note}"
 
 
-def _cells(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
+def _row(reports: Sequence[str], *sentences: str) -> str:
+    links = ", ".join(map(link, reports))
+    return " | ".join(["| " + links, *(s[:1].upper() + s[1:].rstrip(".") for s in sentences)]) + " |"
 
 
 def words_of(bug: KnownBug) -> str:
     """Return the cells of a row that are in the catalogue."""
-    mended = f" **Was present here:** {bug.mended}" if bug.mended else ""
-    return _cells(", ".join(map(link, bug.reports)), bug.bug, bug.check + mended)
+    mended = f". **Was present here:** {bug.mended}" if bug.mended else ""
+    return _row(bug.reports, bug.bug, bug.check + mended)
 
 
 def uncovered_row(bug: UncoveredBug) -> str:
     """Return the row of a bug that is not covered."""
-    return _cells(", ".join(map(link, bug.reports)), bug.bug, bug.why)
+    return _row(bug.reports, bug.bug, bug.why)
 
 
 def rows_of(page: str) -> set[str]:
