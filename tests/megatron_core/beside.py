@@ -26,9 +26,7 @@ def missing() -> str:
     """Why megatron-core cannot be run; empty if it can."""
     if Path(os.environ.get(VARIABLE, "")).is_file():
         return ""
-    return (
-        f"needs megatron-core: run bash tests/megatron_core/setup.sh FOLDER, then export {VARIABLE}=FOLDER/bin/python"
-    )
+    return f"needs megatron-core: bash tests/megatron_core/setup.sh FOLDER; export {VARIABLE}=FOLDER/bin/python"
 
 
 def run_core(folder: Path, flags: Sequence[str], ranks: int = 1, **job: Any) -> list[dict[str, float]]:

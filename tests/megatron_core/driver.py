@@ -40,9 +40,8 @@ def main() -> None:
     """Run its pretrain_gpt.py, or pretrain_hybrid.py for a pattern of layers."""
     folder, steps, *flags = sys.argv[1:]
     os.environ.setdefault("MASTER_PORT", "29551")
-    no_gpu, stand_in, recurrences = map(
-        importlib.import_module, ("no_gpu", "stand_in", "recurrences")
-    )  # beside this file
+    beside = ("no_gpu", "stand_in", "recurrences")  # files
+    no_gpu, stand_in, recurrences = map(importlib.import_module, beside)
     sys.path[0] = folder
     no_gpu.replace_cuda()
     if "transformer_engine" in flags:

@@ -2,7 +2,7 @@
 
 The wheel has the classes of Megatron-LM (``megatron.core``), but not its program. This is the smallest loop over them:
 its data, model of local layers, data parallelism, pipeline schedules, optimizer, schedule of the learning rate, batch
-ramp and checkpoints. It runs in an environment of its own, and imports nothing of this package but ``no_gpu`` beside it.
+ramp and checkpoints. It runs in an environment of its own, and imports nothing of this package but ``no_gpu``.
 
 ``JOB.json`` has ``flags`` (of Megatron-LM), ``steps`` (file for loss and gradient norm of each step, exact to the last
 digit), and optionally ``save`` (folders by the number of steps taken before), ``load`` (folder of an iteration) and
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -22,10 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import no_gpu
 import torch
 from torch import Tensor
 
+no_gpu = importlib.import_module("no_gpu")  # beside this file
 no_gpu.replace_cuda()
 
 import torch.nn.functional as F  # noqa: E402
@@ -334,9 +335,7 @@ def inner(chunk: Any) -> Any:
     return chunk
 
 
-def checkpoint_state(
-    args: Namespace, chunks: Sequence[Any], optimizer: Any, schedule: Any, loads: bool
-) -> dict[str, Any]:
+def state_of(args: Namespace, chunks: Sequence[Any], optimizer: Any, schedule: Any, loads: bool) -> dict[str, Any]:
     """Return what a checkpoint of Megatron-LM has, without random numbers."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -358,7 +357,7 @@ def save(folder: str, *parts: Any) -> None:
     """Write a checkpoint of Megatron-LM (``torch_dist``) with ``parts`` of the state."""
     path = Path(folder, f"iter_{parts[0].iteration:07d}")
     path.mkdir(parents=True, exist_ok=True)
-    dist_checkpointing.save(checkpoint_state(*parts, loads=False), str(path), ("torch_dist", 1))
+    dist_checkpointing.save(state_of(*parts, loads=False), str(path), ("torch_dist", 1))
     if int(os.environ["RANK"]) == 0:
         Path(folder, "latest_checkpointed_iteration.txt").write_text(str(parts[0].iteration))
     torch.distributed.barrier()
@@ -366,7 +365,7 @@ def save(folder: str, *parts: Any) -> None:
 
 def load(folder: str, args: Namespace, chunks: Sequence[Any], optimizer: Any, schedule: Any) -> None:
     """Read a checkpoint into the parts of a run, with its optimizer and place in the data."""
-    wanted = checkpoint_state(args, chunks, optimizer, schedule, loads=True)
+    wanted = state_of(args, chunks, optimizer, schedule, loads=True)
     found = dist_checkpointing.load(wanted, folder)
     for i, chunk in enumerate(chunks):
         inner(chunk).load_state_dict(found["model" if len(chunks) == 1 else f"model{i}"])
