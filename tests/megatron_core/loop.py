@@ -58,10 +58,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
-from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 no_gpu.replace_optimizer()
+moe_utils.te_general_gemm = None  # release 0.16.1 names it, but defines it with Transformer Engine alone
 
 DEFAULTS: dict[str, Any] = {
     "num_layers": 2,
@@ -269,22 +270,28 @@ def build_optimizer(args: Namespace, chunks: Sequence[Any]) -> tuple[Any, Optimi
     """Return the optimizer and the schedule of its learning rate."""
     config = OptimizerConfig(**fields(OptimizerConfig, args) | {"lr": args.lr, "min_lr": args.min_lr})
     optimizer = get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
-    batch, decay = args.global_batch_size, args.lr_wsd_decay_iters
+    samples = partial(in_samples, args)
     return optimizer, OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr_warmup_init,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=args.lr_warmup_iters * batch,
-        lr_decay_steps=(args.lr_decay_iters or args.train_iters) * batch,
+        lr_warmup_steps=samples("lr_warmup") or 0,
+        lr_decay_steps=samples("lr_decay") or samples("train"),
         lr_decay_style=args.lr_decay_style,
         start_wd=args.start_weight_decay,
         end_wd=args.end_weight_decay,
-        wd_incr_steps=args.train_iters * batch,
+        wd_incr_steps=samples("train"),
         wd_incr_style=args.weight_decay_incr_style,
-        wsd_decay_steps=None if decay is None else decay * batch,
+        wsd_decay_steps=samples("lr_wsd_decay"),
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )
+
+
+def in_samples(args: Namespace, name: str) -> int | None:
+    """Return a length of the schedule, which is given in samples or in steps of the full batch."""
+    steps, samples = (getattr(args, f"{name}_{unit}", None) for unit in ("iters", "samples"))
+    return samples or (None if steps is None else steps * args.global_batch_size)
 
 
 def build_data(args: Namespace) -> Any:
@@ -299,7 +306,7 @@ def build_data(args: Namespace) -> Any:
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
     )
-    sizes = [args.train_iters * args.global_batch_size, None, None]
+    sizes = [in_samples(args, "train"), None, None]
     return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
 
 
@@ -399,7 +406,7 @@ def train_step(args: Namespace, dataset: Any, chunks: Sequence[Any], optimizer: 
         schedule.step(increment=samples)
     args.iteration += 1
     args.consumed_train_samples += samples
-    clear_aux_losses_tracker()
+    moe_utils.clear_aux_losses_tracker()
     taken = {"grad_norm": norms.item(), "learning_rate": rate, "batch_size": samples}
     if losses:
         total = torch.vstack([each["lm loss"] for each in losses]).sum(0)
@@ -435,6 +442,8 @@ def main() -> None:
     config, chunks = build_model(args)
     optimizer, schedule = build_optimizer(args, chunks)
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
+    if getattr(args, "overlap_grad_reduce", False):
+        config.no_sync_func = chunks[0].no_sync
     parts = (args, chunks, optimizer, schedule)
     if job.get("load"):
         load(job["load"], *parts)
@@ -443,7 +452,7 @@ def main() -> None:
     while True:
         if folder := job.get("save", {}).get(str(args.iteration)):
             save(folder, *parts)
-        if args.iteration >= args.train_iters:
+        if args.consumed_train_samples >= in_samples(args, "train"):
             break
         taken.append(train_step(args, dataset, *parts[1:]))
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
