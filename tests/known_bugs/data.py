@@ -113,5 +113,6 @@ BUGS = {
         check="the samples of a blend of a dataset with itself by a link: a note names it, or none is read twice",
         detector=alone(blended),
         plant=paths_compared,
+        mended="the note compared paths, so a link to the same files had none",
     ),
 }
