@@ -1,6 +1,7 @@
 """Run the tests of all known bugs, and write their page: ``python -m tests.known_bugs``.
 
-Takes a minute on two cores, and writes docs/known_bugs.md and the number in README.md. ``--only NAME`` runs some of them and writes nothing.
+Takes a minute on two cores, and writes docs/known_bugs.md and the number in README.md. ``--only NAME`` runs some of
+them and writes nothing.
 """
 
 from __future__ import annotations
