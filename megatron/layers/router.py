@@ -24,6 +24,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import stable_hash
+from megatron.kernels.linear import TORCH_LINEAR, LinearKernel
 from megatron.layers.context import DTYPES, BuildContext, ForwardContext, Losses
 from megatron.layers.recompute import is_recomputing
 
@@ -100,7 +101,7 @@ class Router(nn.Module):
         """Choose experts for the tokens of a micro-batch."""
         config, topk = self.config, self.config.moe_router_topk
         logits_SBE = self._logits(x_SBH, ctx)
-        scores_SBE = expert_scores(logits_SBE, config.moe_router_score_function)
+        scores_SBE = expert_scores(logits_SBE, config.moe_router_score_function, self.context.kernels.linear)
         keys_TE = self._keys(logits_SBE, scores_SBE).flatten(0, 1)
         experts_TK = choose(
             keys_TE, topk, config.moe_router_num_groups, config.moe_router_group_topk, config.group_score_topk
@@ -122,7 +123,7 @@ class Router(nn.Module):
         """Return the logits ``[S, B, E]``; random ones if the balance is forced."""
         dtype = torch.promote_types(x_SBH.dtype, DTYPES[self.config.moe_router_dtype])
         bias = None if self.bias is None else self.bias.to(dtype)
-        logits_SBE = F.linear(x_SBH.to(dtype), self.weight.to(dtype), bias)
+        logits_SBE = self.context.kernels.linear.differentiable(x_SBH.to(dtype), self.weight.to(dtype), bias)
         if not self.config.moe_router_force_load_balancing:
             return logits_SBE
         key = stable_hash(ctx.seed, ctx.batch.step, self.context.name("weight"))
@@ -165,7 +166,8 @@ class Router(nn.Module):
         """Return the weights of the chosen experts."""
         config, several = self.config, self.config.moe_router_topk > 1
         if self._uses_sinkhorn:
-            return (scores_TE if several else logits_TE.sigmoid()).gather(-1, experts_TK)
+            sigmoid_TE = scores_TE if several else self.context.kernels.linear.elementwise(torch.sigmoid, logits_TE)
+            return sigmoid_TE.gather(-1, experts_TK)
         if config.moe_router_score_function != "softmax":
             weights_TK = scores_TE.gather(-1, experts_TK)
             weights_TK = normalized(weights_TK) if several else weights_TK
@@ -262,11 +264,12 @@ class _StraightThrough(torch.autograd.Function):
         return dy, None
 
 
-def expert_scores(logits_SBE: Tensor, function: str) -> Tensor:
+def expert_scores(logits_SBE: Tensor, function: str, kernel: LinearKernel = TORCH_LINEAR) -> Tensor:
     """Return the scores of the experts, of the shape of the logits."""
     if function == "softmax":
         return logits_SBE.softmax(-1)
-    return logits_SBE.sigmoid() if function == "sigmoid" else F.softplus(logits_SBE).sqrt()
+    score = torch.sigmoid if function == "sigmoid" else lambda x: F.softplus(x).sqrt()
+    return kernel.elementwise(score, logits_SBE)
 
 
 def normalized(scores: Tensor) -> Tensor:

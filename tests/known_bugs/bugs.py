@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from tests.known_bugs import (
+    chats,
+    conversion,
     experts,
     packing,
     parallel_gradients,
@@ -22,6 +24,8 @@ BUGS: dict[str, KnownBug] = {
     **steps.BUGS,
     **experts.BUGS,
     **texts.BUGS,
+    **chats.BUGS,
+    **conversion.BUGS,
     **resume.BUGS,
 }
 """By name. ``python -m tests.known_bugs`` writes docs/known_bugs.md from it."""
