@@ -22,6 +22,7 @@ from tests.distributed.detect import Detector
 from tests.distributed.detect_experts import EXPERTS
 from tests.distributed.detect_records import RECORDS
 from tests.distributed.detect_saves import SAVES
+from tests.distributed.detect_streams import STREAMS
 from tests.distributed.grid import RECOMPUTE, STATES
 from tests.distributed.sites import Call, Site, broken, calls, mutations, strays, watching
 from tests.kit.cases import Case, run_case
@@ -29,7 +30,7 @@ from tests.kit.pool import PATIENCE, Pool, RankError
 from tests.known_bugs.bugs import BUGS
 from tools.lib.verify_parallel import RankTrace, join_traces
 
-DETECTORS = detect.DETECTORS | EXPERTS | SAVES | RECORDS
+DETECTORS = detect.DETECTORS | EXPERTS | SAVES | RECORDS | STREAMS
 
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/training/callbacks/health.py", "report", "max", "doubled"): "the maximum of equal numbers is theirs",
