@@ -22,7 +22,7 @@ from megatron.checkpoint.format import ITEM_BYTES, row_major_strides, to_dims, w
 from megatron.checkpoint.tensor_file import DTYPES
 from megatron.config.text import listed
 from megatron.convert.frameworks.pieces import AssembledTensor, MappedFiles, PartialTensor, Piece
-from megatron.convert.megatron_lm.pickles import Record, StoredTensor, read_torch_file
+from megatron.convert.megatron_lm.pickles import StoredTensor, read_torch_file
 from megatron.distributed.param_layout import ParamShard, contiguous_boxes
 
 OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -124,7 +124,7 @@ def _add_stage_1(runs: dict[str, list[Run]], state: Mapping[str, Any]) -> None:
     groups = zip(state["param_slice_mappings"], state["single_partition_of_fp32_groups"], strict=True)
     for mapping, flat in groups:
         for name, fragment in mapping.items():
-            count, start = to_dims(fragment.args) if isinstance(fragment, Record) else to_dims(fragment)
+            count, start = to_dims((fragment.state["numel"], fragment.state["start"]))
             first = sum(place.shape[0] for _, place in runs[name])
             runs[name].append((first, _part(flat, start, count)))
 

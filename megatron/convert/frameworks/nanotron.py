@@ -82,7 +82,7 @@ def _metadata(path: Path, local: tuple[int, ...]) -> tuple[tuple[int, ...], list
             metadata = header.metadata() or {}
         if "unsharded_shape" not in metadata:  # a parameter that every rank has
             return local, [(whole_box(local), whole_box(local))]
-        shape = tuple(int(size) for size in metadata["unsharded_shape"].strip("()").split(",") if size.strip())
+        shape = tuple(_number(size) for size in metadata["unsharded_shape"].strip("() ,").split(","))
         if len(shape) > MAX_DIMS:
             raise ValueError(f"{len(shape)} dimensions")
         pairs = []
@@ -100,10 +100,15 @@ def _box(text: str, shape: tuple[int, ...]) -> Box:
     """Parse slices such as ``0,8,None|None,None,None``."""
     starts, sizes = [], []
     for item, size in zip(text.split("|"), shape, strict=True):
-        first, stop, step = (None if number == "None" else int(number) for number in item.split(","))
+        first, stop, step = (None if number == "None" else _number(number) for number in item.split(","))
         start, end, stride = slice(first, stop, step).indices(size)
         if stride != 1 or end <= start or (stop is not None and stop > size):
             raise ValueError(f"{item} are no elements of {size}")
         starts.append(start)
         sizes.append(end - start)
     return Box(tuple(starts), tuple(sizes))
+
+
+def _number(text: str) -> int:
+    """Parse a number, which may be one of NumPy, ``np.int64(8)``: nanotron writes what prints it."""
+    return int(text.strip().removeprefix("np.int64(").removesuffix(")"))
