@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import product
+from itertools import groupby, product
 from math import prod
 from pathlib import Path
 from shlex import quote
@@ -141,6 +141,17 @@ def map_copies(
         names = [pattern.replace("{i}", str(model.num_layers + int(head))) for head in heads]
         copies[ours] = (*copies.get(ours, ()), *(replace(found[ours][0], name=name) for name in names))
     return copies
+
+
+def huggingface_tensors(kind: str, model: ModelConfig, specs: Mapping[str, ShardSpec]) -> list[list[TensorMapping]]:
+    """Return the tensors of a Hugging Face model in the order of an export, each as the parts that it joins.
+
+    Arguments and errors are those of :func:`map_tensors`; ``specs`` are all of the model.
+    """
+    mappings = map_tensors(kind, model, specs)
+    copies = map_copies(kind, model, specs, mappings)
+    every = (mapping for name in specs for mapping in (*mappings[name], *copies.get(name, ())))
+    return [[*parts] for _, parts in groupby(every, lambda part: part.name)]
 
 
 def _split_layer(name: str, model: ModelConfig) -> tuple[str, dict[str, int]]:
