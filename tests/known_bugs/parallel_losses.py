@@ -268,10 +268,10 @@ BUGS = {
         kind=EXPERT,
         bug="Tokens that pad a sample counted in the balancing losses and in the loads that move the biases of "
         "experts.",
-        check="a mixture on padded samples against the same samples without padding: every gradient, the loads",
+        check="padded samples against the same samples without padding: every gradient, the loads",
         detector=alone(padded),
         plant=padding_balanced,
-        mended="with `--packing best-fit` and in fine-tuning, padding counted in the balance of experts.",
+        mended="with `--packing best-fit`, and in fine-tuning.",
     ),
     "loads-of-a-rank": KnownBug(
         reports=("pytorch/torchtitan#4154",),
