@@ -1,4 +1,4 @@
-"""Measure verification cards: ``python -m tests.cards [CARD...] [--cells A,B] [--array I/N] [--list] [--stale] [--write]``.
+"""Measure verification cards: ``python -m tests.cards [CARD...]``, or list what is old, or write the page.
 
 A result is written as soon as it is there. The same command continues where it was stopped: cells that have a current
 result are kept unless ``--cells`` names them. The exit status is 1 if a cell fails.

@@ -58,8 +58,8 @@ def state_bytes(card: Card, folder: Path, pool: Pool) -> Measures:
     """Bytes that the planner predicts of weights, gradients, main parameters and moments, and the tensors of a run."""
     one = Case(model_of(card), ParallelConfig())
     found: Measures = {}
-    for name, case in {"one process": one, **cases(card)}.items():
-        case = replace(case, precision=BF16)
+    for layout in (one, *cases(card).values()):
+        case = replace(layout, precision=BF16)
         actual = pool.run(case.world_size, allocations, case)
         predicted = [rank_state_bytes(case.config(), case.world_size, rank) for rank in range(case.world_size)]
         found.setdefault("bytes", sum(actual[0].values()))

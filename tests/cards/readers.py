@@ -55,17 +55,14 @@ def export(card: Card, folder: Path, pool: Pool) -> Measures:
     tokens_BS = twins.batch(seed=3).tokens
     with everything_in_double(), torch.no_grad():
         logits_BSV = twin_of(theirs)(input_ids=tokens_BS, use_cache=False).logits
-    return {
-        "tensors": len(theirs.state_dict()),
-        "unread": unread,
-        "logits": relative(logits_of(twins, tokens_BS), logits_BSV),
-    }
+    difference = relative(logits_of(twins, tokens_BS), logits_BSV)
+    return {"tensors": len(theirs.state_dict()), "unread": unread, "logits": difference}
 
 
 CELLS = {
     "export": Cell(
         export,
-        "a model trained here for 3 steps, exported and loaded by `AutoModelForCausalLM`: tensors missing, unexpected or "
+        "a model trained here for 3 steps, exported, loaded by `AutoModelForCausalLM`: tensors missing, unexpected or "
         "of other shapes; relative difference of logits in fp64",
         {"unread": 0, "logits": 1e-11},
         (*MODEL, "megatron/optimizer", "tests/cards/readers.py"),

@@ -89,7 +89,7 @@ def shown(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:,}" if value == int(value) else f"{value:.2g}"
 
 
-def in_cell(record: Record | None, bounded: Mapping[str, float]) -> str:
+def in_cell(record: Record | None) -> str:
     """The content of a cell of the table."""
     if record is None:
         return ""
@@ -101,8 +101,8 @@ def in_cell(record: Record | None, bounded: Mapping[str, float]) -> str:
 
 INTRO = """# Verification cards
 
-Each row is a small model of one family of [Hugging Face models](huggingface.md), or of one kind of long context, which is
-compared in each column with something independent. The cards are written by
+Each row is a small model of one family of [Hugging Face models](huggingface.md), or of one kind of long context. Each
+column compares it with something independent. The cards are written by
 
 ```bash
 python -m tests.cards                        # all; cells that have a current result are kept
@@ -112,10 +112,10 @@ python -m tests.cards --stale                # cells that are empty, failed, or 
 python -m tests.cards --write                # this page, from tests/golden/cards
 ```
 
-A cell has a number only if its command wrote one; the commit and date of each are [below](#commands). † marks a cell whose
-code has changed between its commit and the last `--write`; `--stale` computes it for the checkout at hand, and CI measures
-some cells again in every run, other ones each time. A result above its bound is written as failed, and the command ends
-with status 1."""
+A cell has a number only if its command wrote one; the commit and date of each are [below](#commands). † marks a cell
+whose code has changed between its commit and the last `--write`; `--stale` computes it for the checkout at hand. CI
+measures some cells again in every run, and other ones for each commit. A result above its bound is written as failed,
+and the command ends with status 1."""
 
 
 def page() -> str:
@@ -138,7 +138,7 @@ def page() -> str:
         lines += ["|---|---" + "|---" * len(CELLS) + "|"]
         for name, card in CARDS.items():
             if card.kind == kind:
-                cells = [in_cell(records[name].get(cell), CELLS[cell].bounds) for cell in CELLS]
+                cells = [in_cell(records[name].get(cell)) for cell in CELLS]
                 presets = ", ".join(f"`{preset}`" for preset in card.presets)
                 lines.append(f"| `{name}` | {presets} | {' | '.join(cells)} |")
     lines += ["", "## Commands", "", "| card | command | commit | date | seconds |", "|---|---|---|---|--:|"]
@@ -148,7 +148,6 @@ def page() -> str:
             groups[record["commit"], record["date"]].append(cell)
         for (commit, date), members in groups.items():
             seconds = sum(cells[cell]["seconds"] for cell in members)
-            lines.append(
-                f"| `{name}` | `python -m tests.cards {name} --cells {','.join(members)}` | {commit} | {date} | {seconds:.1f} |"
-            )
+            command = f"python -m tests.cards {name} --cells {','.join(members)}"
+            lines.append(f"| `{name}` | `{command}` | {commit} | {date} | {seconds:.1f} |")
     return "\n".join(lines) + "\n"

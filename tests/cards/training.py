@@ -1,4 +1,4 @@
-"""Cells that train a small model of the family on a text of this repository: the curve, and a killed run that resumes."""
+"""Cells that train a small model on a text of this repository: the curve, and a killed run that resumes."""
 
 from __future__ import annotations
 
@@ -88,15 +88,17 @@ COVERED = (
 CELLS = {
     "curve": Cell(
         curve,
-        f"{STEPS} steps of a small model of the family, in fp32, on the bytes of LICENSE ({STEPS * 8 * LENGTH:,} tokens): "
-        "loss of the first step, mean of the last ten",
+        f"{STEPS} steps of a small model of the family, in fp32, on the bytes of LICENSE "
+        f"({STEPS * 8 * LENGTH:,} tokens): loss of the first step, mean of the last ten",
         {"last/first": 0.75},
         COVERED,
     ),
     "resume": Cell(
         resume,
-        f"such a run killed with SIGKILL at step {KILLED} and started again, against one that was not: largest difference "
-        "of weights and moments, of the losses of all steps, and the number of other numbers of the checkpoint that differ",
+        f"such a run killed with SIGKILL at step {KILLED} and started again, against one that was "
+        f"not: largest difference "
+        "of weights and moments, of the losses of all steps, and the number of other numbers of "
+        "the checkpoint that differ",
         {"state": 0, "losses": 0, "other numbers": 0},
         COVERED,
     ),

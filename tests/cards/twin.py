@@ -159,12 +159,19 @@ def text(card: Card, folder: Path, pool: Pool) -> Measures:
     length = 300 if card.is_long else 5
     prompts = random_batch(twins.ours.chunk.config, samples=PROMPTS, length=length, seed=3).tokens.tolist()
     # without a cache: with one, transformers does not limit the time steps of Mamba-2
-    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "use_cache": False}
+    options: dict[str, Any] = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "use_cache": False,
+    }
     with everything_in_double():
-        theirs = [
-            twins.theirs.generate(input_ids=torch.tensor([ids]), pad_token_id=0, **options)[0, length:].tolist()  # type: ignore[operator]
-            for ids in prompts
-        ]
+        theirs = []
+        for ids in prompts:
+            tokens = torch.tensor([ids])  # no token is padding
+            out = twins.theirs.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **options)  # type: ignore[operator]
+            theirs.append(out[0, length:].tolist())
     twins.ours.chunk.eval()
     ours = generate(twins.ours.chunk, prompts, NEW, SamplingParams(0.0))
     pairs = [pair for rows in zip(ours, theirs, strict=True) for pair in zip(*rows, strict=True)]
@@ -178,14 +185,16 @@ MODEL = (
 CELLS = {
     "files": Cell(
         files,
-        "a model that `transformers` saved in bf16, read here and written again: tensors that differ in a bit, a name or "
+        "a model that `transformers` saved in bf16, read here and written again: tensors that "
+        "differ in a bit, a name or "
         "a data type",
         {"different": 0},
         ("megatron/convert/huggingface", "megatron/checkpoint", "tests/cards/twin.py"),
     ),
     "numbers": Cell(
         numbers,
-        "against `transformers` in fp64, with the same weights: relative difference of logits, of the loss, the largest "
+        "against `transformers` in fp64, with the same weights: relative difference of logits, of "
+        "the loss, the largest "
         "of the gradient of a parameter, and of a weight after 3 steps of AdamW with clipping",
         {"logits": 1e-11, "loss": 1e-11, "gradients": 1e-10, "3 steps": 1e-9},
         (*MODEL, "megatron/optimizer", "megatron/distributed/grad_accumulator.py"),
