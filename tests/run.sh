@@ -30,7 +30,7 @@ others=(tests/unit "${whole_runs[@]/#/--ignore=}" tests/slurm tests/soaking test
 python -m pytest "${others[@]}" "$@" &>"$output/1" &
 pids+=($!)
 code=0
-python -m pytest tests/distributed "${ranks[@]/#/--ignore=}" tests/gpu "$@" || code=$?
+python -m pytest tests/distributed tests/known_bugs "${ranks[@]/#/--ignore=}" tests/gpu "$@" || code=$?
 codes="$codes$code"
 for part in 0 1; do
     code=0

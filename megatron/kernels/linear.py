@@ -19,7 +19,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels import onednn
-from megatron.kernels.operation import Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
+from megatron.kernels.operation import (
+    Candidate,
+    KernelCheck,
+    Operation,
+    batch_invariant,
+    half_on_gpu,
+    missing_modules,
+    never,
+    not_on_cpu,
+)
 
 
 class LinearKernel(NamedTuple):
@@ -32,6 +41,12 @@ class LinearKernel(NamedTuple):
     # (target_OI, x_TI, dy_TO, beta=1.0): target = beta * target + dy^T x, with beta 0 or 1. The target is at least
     # fp32; with beta 0 its content is ignored. The product is never rounded to the dtype of x.
     weight_gradient: Callable[..., None]
+    # For projections that are no layers of their own, differentiable: ``forward``, and (function, x) -> function(x) of
+    # each element.
+    differentiable: Callable[..., Tensor] = F.linear
+    elementwise: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = lambda function, x: function(x)
+    # Generation may multiply weights in another order than training, where that is faster.
+    reassociates: bool = True
 
 
 def input_gradient(dy_TO: Tensor, weight_OI: Tensor) -> Tensor:
@@ -131,6 +146,7 @@ LINEAR = Operation(
             onednn.missing,
             fast=onednn.fast,
         ),
+        "batch_invariant": Candidate(batch_invariant("LINEAR"), not_on_cpu, fast=never),
         "torch": Candidate(lambda: TORCH_LINEAR),
     },
     _checks,

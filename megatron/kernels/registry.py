@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.config.attention_pattern import AttentionPattern
-from megatron.config.compute import KERNEL_CANDIDATES, KernelChoice, kernel_choices
+from megatron.config.compute import BATCH_INVARIANT, KERNEL_CANDIDATES, KernelChoice, kernel_choices
 from megatron.config.errors import Problem, UserError
 from megatron.config.plugins import registered
 from megatron.kernels.activation import ACTIVATION, ActivationKernel, activation
@@ -194,6 +194,9 @@ def _try(
 
 
 def _refused(operation: str, name: str, refusal: _Refusal) -> Problem:
+    if name == BATCH_INVARIANT:
+        sentence = f"--batch-invariant cannot be used ({operation}): {refusal.reason}"
+        return Problem("E926", sentence, ("--device cpu", "drop --batch-invariant"))
     fixes = (f"--kernels {operation}=auto", f"--kernels {operation}=torch")
     if refusal.code == "E902":
         sentence = f"--deterministic does not go with --kernels {operation}={name}: {refusal.reason}"

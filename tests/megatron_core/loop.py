@@ -1,4 +1,4 @@
-"""Train with megatron-core from PyPI on CPUs: ``python loop.py JOB.json``, or under torchrun.
+"""Train with megatron-core from PyPI on CPUs: ``python loop.py``, with a line ``RANKS JOB.json`` for each job.
 
 The wheel has the classes of Megatron-LM (``megatron.core``), but not its program. This is the smallest loop over them:
 its data, model of local layers, data parallelism, pipeline schedules, optimizer, schedule of the learning rate, batch
@@ -6,7 +6,8 @@ ramp and checkpoints. It runs in an environment of its own, and imports nothing 
 
 ``JOB.json`` has ``flags`` (of Megatron-LM), ``steps`` (file for loss and gradient norm of each step, exact to the last
 digit), and optionally ``save`` (folders by the number of steps taken before), ``load`` (folder of an iteration) and
-``fault`` (Python to run before the model is built, with which a test plants a fault).
+``fault`` (Python to run before the model is built, with which a test plants a fault). The ranks of a job are processes
+forked from this one, which answers each line with their exit status; what they print is in ``JOB.log``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import dataclasses
 import importlib
 import json
 import os
+import signal
+import socket
 import sys
+import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -58,10 +62,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
-from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 no_gpu.replace_optimizer()
+moe_utils.te_general_gemm = None  # release 0.16.1 names it, but defines it with Transformer Engine alone
 
 DEFAULTS: dict[str, Any] = {
     "num_layers": 2,
@@ -269,22 +274,28 @@ def build_optimizer(args: Namespace, chunks: Sequence[Any]) -> tuple[Any, Optimi
     """Return the optimizer and the schedule of its learning rate."""
     config = OptimizerConfig(**fields(OptimizerConfig, args) | {"lr": args.lr, "min_lr": args.min_lr})
     optimizer = get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
-    batch, decay = args.global_batch_size, args.lr_wsd_decay_iters
+    samples = partial(in_samples, args)
     return optimizer, OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr_warmup_init,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=args.lr_warmup_iters * batch,
-        lr_decay_steps=(args.lr_decay_iters or args.train_iters) * batch,
+        lr_warmup_steps=samples("lr_warmup") or 0,
+        lr_decay_steps=samples("lr_decay") or samples("train"),
         lr_decay_style=args.lr_decay_style,
         start_wd=args.start_weight_decay,
         end_wd=args.end_weight_decay,
-        wd_incr_steps=args.train_iters * batch,
+        wd_incr_steps=samples("train"),
         wd_incr_style=args.weight_decay_incr_style,
-        wsd_decay_steps=None if decay is None else decay * batch,
+        wsd_decay_steps=samples("lr_wsd_decay"),
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )
+
+
+def in_samples(args: Namespace, name: str) -> int | None:
+    """Return a length of the schedule, which is given in samples or in steps of the full batch."""
+    steps, samples = (getattr(args, f"{name}_{unit}", None) for unit in ("iters", "samples"))
+    return samples or (None if steps is None else steps * args.global_batch_size)
 
 
 def build_data(args: Namespace) -> Any:
@@ -299,7 +310,7 @@ def build_data(args: Namespace) -> Any:
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
     )
-    sizes = [args.train_iters * args.global_batch_size, None, None]
+    sizes = [in_samples(args, "train"), None, None]
     return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
 
 
@@ -399,7 +410,7 @@ def train_step(args: Namespace, dataset: Any, chunks: Sequence[Any], optimizer: 
         schedule.step(increment=samples)
     args.iteration += 1
     args.consumed_train_samples += samples
-    clear_aux_losses_tracker()
+    moe_utils.clear_aux_losses_tracker()
     taken = {"grad_norm": norms.item(), "learning_rate": rate, "batch_size": samples}
     if losses:
         total = torch.vstack([each["lm loss"] for each in losses]).sum(0)
@@ -408,10 +419,8 @@ def train_step(args: Namespace, dataset: Any, chunks: Sequence[Any], optimizer: 
     return taken | {"skipped": int(not successful)}
 
 
-def main() -> None:
-    """Run a job."""
-    job = json.loads(Path(sys.argv[1]).read_text())
-    os.environ.setdefault("MASTER_PORT", "29551")
+def run(job: dict[str, Any]) -> None:
+    """Run a job as one of its ranks."""
     torch.distributed.init_process_group("gloo")
     args = parse(job["flags"])
     parallel_state.initialize_model_parallel(
@@ -435,6 +444,8 @@ def main() -> None:
     config, chunks = build_model(args)
     optimizer, schedule = build_optimizer(args, chunks)
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
+    if getattr(args, "overlap_grad_reduce", False):
+        config.no_sync_func = chunks[0].no_sync
     parts = (args, chunks, optimizer, schedule)
     if job.get("load"):
         load(job["load"], *parts)
@@ -443,13 +454,49 @@ def main() -> None:
     while True:
         if folder := job.get("save", {}).get(str(args.iteration)):
             save(folder, *parts)
-        if args.iteration >= args.train_iters:
+        if args.consumed_train_samples >= in_samples(args, "train"):
             break
         taken.append(train_step(args, dataset, *parts[1:]))
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         Path(job["steps"]).write_text(json.dumps(taken))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def fork(rank: int, ranks: int, path: Path) -> int:
+    """Start a rank of a job; return its process id, or end as that rank."""
+    if process := os.fork():
+        return process
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.chdir(path.parent)
+    try:
+        run(json.loads(path.read_text()))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def main() -> None:
+    """Run the jobs."""
+    for line in sys.stdin:
+        ranks, path = line.split(maxsplit=1)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+        running = {fork(rank, int(ranks), Path(path.strip())) for rank in range(int(ranks))}
+        status = 0
+        while running:
+            ended, code = os.wait()
+            running.discard(ended)
+            if code and not status:
+                status = os.waitstatus_to_exitcode(code)
+                for process in running:
+                    os.kill(process, signal.SIGKILL)
+        print(status, flush=True)
 
 
 if __name__ == "__main__":

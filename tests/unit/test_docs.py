@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
@@ -39,7 +40,7 @@ FOREIGN = {
 }
 """By page, flags of Slurm, pip, docker, torchrun, Megatron-LM, and of programs of the tests; and misspelled ones."""
 
-LENGTHS = {"README": 120, "memory": 100, "long_context": 200, "extending": 450}
+LENGTHS = {"README": 120, "AGENTS": 60, "memory": 100, "long_context": 200, "extending": 450}
 """Lines that a page may have."""
 
 
@@ -77,6 +78,30 @@ def test_files_and_classes_of_the_map_exist() -> None:
         "training/lost.py",
         "GradSink",
     }
+
+
+READ_IN_TWENTY_MINUTES = 900
+"""Lines, at 45 a minute."""
+
+
+def lines_of(file: Path, names: Sequence[str]) -> int:
+    """Return the lines of functions, classes and methods of a file; a missing one is a KeyError."""
+    found = dict[str, int]()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            for part in [node, *node.body] if isinstance(node, ast.ClassDef) else [node]:
+                if isinstance(part, ast.FunctionDef | ast.ClassDef):
+                    name = part.name if part is node else f"{node.name}.{part.name}"
+                    found[name] = (part.end_lineno or 0) - part.lineno + 1
+    return sum(found[name] for name in names)
+
+
+def test_the_reading_path_is_eight_files_and_twenty_minutes() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| \d \| `(megatron/\S+\.py)` \| (.*?) \|", page, re.MULTILINE)
+    assert len(rows) == 8
+    total = sum(lines_of(ROOT / file, re.findall(r"`([\w.]+)`", names)) for file, names in rows)
+    assert 0.8 * READ_IN_TWENTY_MINUTES < total <= READ_IN_TWENTY_MINUTES
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "flags"], ids=lambda page: page.name)
