@@ -22,7 +22,7 @@ from megatron.distributed.sharding import Box
 METADATA = ".metadata"
 
 
-class Place(NamedTuple):
+class StoredPlace(NamedTuple):
     """Bytes in a file of the folder."""
 
     file: str
@@ -30,7 +30,7 @@ class Place(NamedTuple):
     length: int
 
 
-Places = dict[tuple[str, str], Place]
+Places = dict[tuple[str, str], StoredPlace]
 """Place of each stored box, by key and first element; "" for objects. The hash of a text cannot be foreseen, unlike
 that of numbers."""
 
@@ -45,7 +45,7 @@ def read_table(path: Path) -> tuple[Mapping[str, Record], Places]:
     entries, places = (metadata.state[name] for name in ("state_dict_metadata", "storage_data"))
     stored: Places = {}
     for index, info in places.items():
-        where = Place(info.state["relative_path"], *to_dims((info.state["offset"], info.state["length"])))
+        where = StoredPlace(info.state["relative_path"], *to_dims((info.state["offset"], info.state["length"])))
         offset = index.state.get("offset")
         stored[index.state["fqn"], "" if offset is None else str(to_dims(offset))] = where
     _check_places(path, stored)
@@ -71,7 +71,7 @@ def place_in(path: Path, name: str) -> Path:
     return path / name
 
 
-def stored_boxes(path: Path, key: str, entry: Record, stored: Places) -> Iterator[tuple[Box, str, Place]]:
+def stored_boxes(path: Path, key: str, entry: Record, stored: Places) -> Iterator[tuple[Box, str, StoredPlace]]:
     """Yield the boxes of a global tensor, each with its type and its place, which is removed from ``stored``."""
     size = to_dims(entry.state["size"])
     for chunk in entry.state["chunks"]:
@@ -82,7 +82,7 @@ def stored_boxes(path: Path, key: str, entry: Record, stored: Places) -> Iterato
         yield box, entry.state["properties"].state[0], stored.pop((key, str(box.start)))  # each is read once
 
 
-def read_box(path: Path, key: str, box: Box, dtype: str, place: Place) -> StoredTensor:
+def read_box(path: Path, key: str, box: Box, dtype: str, place: StoredPlace) -> StoredTensor:
     """Return the place of the elements of a box in its file."""
     tensor = read_torch_file(place_in(path, place.file), place.start, place.length)
     if not isinstance(tensor, StoredTensor) or tensor.shape != box.size:

@@ -13,7 +13,7 @@ from megatron.checkpoint.format import to_dims
 from megatron.checkpoint.tensor_file import DTYPES
 from megatron.config.text import clipped
 from megatron.convert.dcp_table import place_in, read_box, read_table, stored_boxes
-from megatron.convert.frameworks.pieces import AssembledTensor, MappedFiles, PartialTensor, Piece
+from megatron.convert.frameworks.pieces import AssembledTensor, MappedFiles, PartialTensor, TensorPiece
 from megatron.convert.megatron_lm.pickles import StoredTensor
 
 OTHER_STATE = ("optim", "lr_scheduler", "dataloader", "train_state", "scheduler", "ema.")
@@ -50,7 +50,7 @@ def _read(path: Path) -> dict[str, PartialTensor]:
         boxes = [*stored_boxes(path, key, entry, stored)]
         if boxes:
             places = [cache(partial(read_box, path, key, *each)) for each in boxes]
-            pieces = (Piece(each[0], partial(_tensor, files, place)) for each, place in zip(boxes, places))
+            pieces = (TensorPiece(each[0], partial(_tensor, files, place)) for each, place in zip(boxes, places))
             whole = AssembledTensor(DTYPES[boxes[0][1]], to_dims(entry.state["size"]), tuple(pieces))
             whole.check(key, path)
             found[key] = whole

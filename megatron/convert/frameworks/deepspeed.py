@@ -21,7 +21,7 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format import ITEM_BYTES, row_major_strides, to_dims, whole_box
 from megatron.checkpoint.tensor_file import DTYPES
 from megatron.config.text import listed
-from megatron.convert.frameworks.pieces import AssembledTensor, MappedFiles, PartialTensor, Piece
+from megatron.convert.frameworks.pieces import AssembledTensor, MappedFiles, PartialTensor, TensorPiece
 from megatron.convert.megatron_lm.pickles import StoredTensor, read_torch_file
 from megatron.distributed.param_layout import ParamShard, contiguous_boxes
 
@@ -108,7 +108,7 @@ def _check_ranks(path: Path, ranks: Sequence[int], count: int) -> None:
 
 def _whole(files: MappedFiles, place: StoredTensor) -> AssembledTensor:
     box = whole_box(place.shape)
-    return AssembledTensor(DTYPES[place.dtype], place.shape, (Piece(box, partial(files.tensor, place)),))
+    return AssembledTensor(DTYPES[place.dtype], place.shape, (TensorPiece(box, partial(files.tensor, place)),))
 
 
 def _part(flat: StoredTensor, start: int, count: int) -> StoredTensor:
@@ -151,13 +151,13 @@ def _add_stage_3(
         start += size
 
 
-def _pieces(files: MappedFiles, shape: tuple[int, ...], run: Run) -> Iterator[Piece]:
+def _pieces(files: MappedFiles, shape: tuple[int, ...], run: Run) -> Iterator[TensorPiece]:
     """Yield the boxes of a parameter that consecutive elements of it are."""
     first, place = run
     for start, box in contiguous_boxes(shape, ParamShard(first, first + place.shape[0])):
         strides = tuple(row_major_strides(box.size))
         part = _part(place, start - first, box.numel)._replace(shape=box.size, strides=strides)
-        yield Piece(box, partial(files.tensor, part))
+        yield TensorPiece(box, partial(files.tensor, part))
 
 
 def _frozen_runs(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, tuple[int, ...], list[Run]]]:

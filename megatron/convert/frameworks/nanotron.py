@@ -19,7 +19,7 @@ from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import MAX_DIMS, whole_box
 from megatron.checkpoint.tensor_file import TensorFile
 from megatron.config.text import clipped
-from megatron.convert.frameworks.pieces import AssembledTensor, PartialTensor, Piece
+from megatron.convert.frameworks.pieces import AssembledTensor, PartialTensor, TensorPiece
 from megatron.distributed.sharding import Box
 
 FOLDER = "model"
@@ -50,7 +50,7 @@ def read_nanotron(path: Path) -> dict[str, PartialTensor]:
 
 
 def _assemble(name: str, folder: Path, paths: list[Path]) -> AssembledTensor:
-    pieces: list[Piece] = []
+    pieces: list[TensorPiece] = []
     shapes: set[tuple[int, ...]] = set()
     dtypes: set[torch.dtype] = set()
     for path in paths:
@@ -61,7 +61,7 @@ def _assemble(name: str, folder: Path, paths: list[Path]) -> AssembledTensor:
         shape, pairs = _metadata(path, local)
         shapes.add(shape)
         dtypes.add(file.dtype(CONTENT))
-        pieces += [Piece(box, partial(_slice, file, part)) for part, box in pairs]
+        pieces += [TensorPiece(box, partial(_slice, file, part)) for part, box in pairs]
     if len(shapes) > 1 or len(dtypes) > 1:
         raise DamagedCheckpointError(
             f"{folder}: the files of {clipped(name)} differ in shape or type of the whole tensor"

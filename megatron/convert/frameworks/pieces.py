@@ -37,7 +37,7 @@ class PartialTensor(Protocol):
         """Return the tensor; of its first dimension only ``rows`` are set, and use memory."""
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A box of a tensor, and what returns its elements."""
 
     box: Box
@@ -50,7 +50,7 @@ class AssembledTensor:
 
     stored_dtype: torch.dtype
     stored_shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the type of the tensor."""

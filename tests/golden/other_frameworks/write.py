@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import tarfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -108,7 +109,7 @@ def fsdp2(folder: Path) -> None:
 
 def deepspeed(folder: Path, stage: int) -> None:
     """Train Llama of transformers under ZeRO for two steps: stages 1 and 2 in bf16, 3 in fp32."""
-    import deepspeed as ds
+    ds = import_module("deepspeed")
 
     model, sgd = llama(), {"type": "SGD", "params": {"lr": 1e-2}}
     adam = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
@@ -140,8 +141,9 @@ def torchtitan(folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.fsdp import fully_shard
     from torch.nn.attention.flex_attention import create_block_mask
-    from torchtitan.components.checkpointer.base import ModelWrapper
-    from torchtitan.models import llama3
+
+    llama3 = import_module("torchtitan.models.llama3")
+    wrapper = import_module("torchtitan.components.checkpointer.base").ModelWrapper
 
     rope = llama3.ComplexRoPE.Config(dim=HIDDEN // HEADS, max_seq_len=POSITIONS, theta=10000, scaling="none")
     layers = llama3._build_llama3_layers(
@@ -172,7 +174,7 @@ def torchtitan(folder: Path) -> None:
     for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    dcp.save(ModelWrapper([model]).state_dict() | {"train_state": {"step": 2}}, checkpoint_id=folder / "step-2")
+    dcp.save(wrapper([model]).state_dict() | {"train_state": {"step": 2}}, checkpoint_id=folder / "step-2")
     with torch.no_grad():  # FlexAttention has no backward on CPUs
         logits = model(tokens(), positions=positions, attention_masks=mask)
     if dist.get_rank() == 0:
@@ -198,16 +200,11 @@ def nanotron(folder: Path) -> None:
         "serialize.optimizer",
     )
     mock(*(f"nanotron.{name}" for name in others))  # which import each other, or need a GPU
-    from nanotron.parallel import ParallelContext
-    from nanotron.parallel.parameters import NanotronParameter
-    from nanotron.parallel.sharded_parameters import (
-        SplitConfig,
-        create_sharded_parameter_from_config,
-    )
-    from nanotron.serialize.weights import save_weights
-
+    context = MagicMock(spec=import_module("nanotron.parallel").ParallelContext)
+    parameters = import_module("nanotron.parallel.parameters")
+    sharded = import_module("nanotron.parallel.sharded_parameters")
+    save_weights = import_module("nanotron.serialize.weights").save_weights
     rank, size, head = dist.get_rank(), 2, HIDDEN // HEADS
-    context = MagicMock(spec=ParallelContext)
     context.dp_pg = dist.new_group([rank], use_local_synchronization=True)
     context.tp_pg, context.pp_pg = dist.group.WORLD, context.dp_pg
     context.world_ranks_to_pg = {(0, 1): context.tp_pg}
@@ -219,15 +216,15 @@ def nanotron(folder: Path) -> None:
         whole[name] = torch.randn(shape) * 0.5
         content = whole[name]
         if dim is None:
-            set_parameter(root, name, NanotronParameter(content))
+            set_parameter(root, name, parameters.NanotronParameter(content))
             return
         if chunks:
             content = torch.cat([part.chunk(size, dim)[rank] for part in content.split(chunks, dim)], dim)
         else:
             content = content.chunk(size, dim)[rank]
-        split = SplitConfig(split_dim=dim, contiguous_chunks=chunks)
+        split = sharded.SplitConfig(split_dim=dim, contiguous_chunks=chunks)
         parameter = nn.Parameter(content.contiguous())
-        set_parameter(root, name, create_sharded_parameter_from_config(parameter, context.tp_pg, split))
+        set_parameter(root, name, sharded.create_sharded_parameter_from_config(parameter, context.tp_pg, split))
 
     root = nn.Module()
     add("model.token_position_embeddings.pp_block.token_embedding.weight", (WORDS, HIDDEN), 0)

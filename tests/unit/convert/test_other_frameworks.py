@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import re
+import shutil
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megatron.checkpoint.errors import CheckpointError
+from megatron.config.errors import UserError
 from megatron.convert.huggingface.check import run_own_model
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.convert.sources import open_source
@@ -59,3 +67,69 @@ def test_partitions_of_zero_round_to_the_weights_in_bf16(written: Path, name: st
             read = source.read(ours, spec.view, part.box)
             assert read.dtype == torch.float32
             assert torch.equal(read.bfloat16(), part.arrange(weights[part.name])), part.name
+
+
+class Command:
+    """Runs a command where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch executed",)
+
+
+def drop_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def drop_one_file(pattern: str) -> Callable[[Path], None]:
+    return lambda folder: sorted(folder.rglob(pattern))[-1].unlink()
+
+
+def cut_one_file(pattern: str) -> Callable[[Path], None]:
+    def cut(folder: Path) -> None:
+        path = sorted(folder.rglob(pattern))[-1]
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    return cut
+
+
+def plant_code(pattern: str) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        path = sorted(folder.rglob(pattern))[-1]
+        if path.suffix == ".pt":
+            torch.save({"module": Command()}, path)
+        else:
+            path.write_bytes(pickle.dumps(Command()))
+
+    return plant
+
+
+DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
+    ("fsdp2", drop_config, "E850"),
+    ("fsdp2", drop_one_file("*.distcp"), "lacks __1_0.distcp"),
+    ("fsdp2", cut_one_file("*.distcp"), "which has"),
+    ("fsdp2", cut_one_file(".metadata"), "is damaged"),
+    ("fsdp2", plant_code(".metadata"), "names posix.system"),
+    ("deepspeed1", drop_one_file("*optim_states.pt"), "lacks zero_pp_rank_1"),
+    ("deepspeed3", cut_one_file("*optim_states.pt"), "is truncated"),
+    ("deepspeed3", plant_code("*model_states.pt"), "names posix.system"),
+    ("nanotron", drop_one_file("*tp-rank-1*"), "does not hold all of"),
+    ("nanotron", cut_one_file("*tp-rank-1*"), "is not a safetensors file"),
+]
+"""Checkpoints, what becomes of them, and words of the error."""
+
+
+@pytest.mark.parametrize(("name", "damage", "words"), DAMAGE)
+def test_a_damaged_checkpoint_is_refused(
+    written: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    damage: Callable[[Path], None],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(written / name, tmp_path / name)
+    damage(tmp_path / name)
+    with pytest.raises((CheckpointError, UserError), match=re.escape(words)):
+        open_source(f"{WRITTEN[name]}{tmp_path / name}")
+    assert not (tmp_path / "executed").exists()
