@@ -11,7 +11,7 @@ from megatron.config.run import RunConfig
 from tests.cards.card import Card
 from tests.cards.cell import CardError, Cell, Measures
 from tests.kit.pool import Pool
-from tests.kit.runs import checkpoint, run_in_process, saved_steps, steps
+from tests.kit.runs import checkpoint, run_in_process, steps
 from tools.preprocess_data import main as preprocess
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,8 @@ def flags_of(card: Card, folder: Path) -> str:
 def run(folder: Path, flags: str, kill_after: int = 0) -> int:
     """Train in a process of its own; return its exit status."""
     saved = folder / "saved"
-    return run_in_process(folder, f"--save {saved}", kill_after, lambda: KILLED in saved_steps(saved), base=flags)
+    whole = saved / f"iter_{KILLED:07d}" / "COMPLETE"
+    return run_in_process(folder, f"--save {saved}", kill_after, whole.exists, base=flags)
 
 
 def trained(folder: Path, flags: str) -> Path:
