@@ -27,8 +27,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.tokenizers import MegatronTokenizer
 
-ENDLESS = 8
-"""Seconds of CPU after which a loop is taken for endless; the longest setting takes a tenth of it."""
+ENDLESS = 4
+"""Seconds of CPU after which a loop is taken for endless."""
 
 
 def options(flags: str) -> argparse.Namespace:
