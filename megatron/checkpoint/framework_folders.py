@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from os.path import isdir, isfile  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 
 from megatron.config.errors import Problem, UserError
@@ -27,12 +28,12 @@ def find_framework_checkpoint(scheme: str, place: str, flag: str = "--load") -> 
         UserError: if there is none.
     """
     folder, mark = Path(place), MARKS[scheme]
-    if any(folder.glob(mark)):
+    if isdir(folder) and any(folder.glob(mark)):
         return folder
     numbers = {int(found[1]): each for each in _folders(folder) if (found := re.search(r"(\d+)$", each.name))}
     candidates = [numbers[number] for number in sorted(numbers, reverse=True)]
     marker = folder / NEWEST.get(scheme, "")
-    if scheme in NEWEST and marker.is_file():
+    if scheme in NEWEST and isfile(marker):
         name = read_small(marker).decode(errors="replace").strip()
         candidates = [each for each in _folders(folder) if each.name == name]
         if not candidates:
@@ -40,7 +41,7 @@ def find_framework_checkpoint(scheme: str, place: str, flag: str = "--load") -> 
     for candidate in candidates:
         if any(candidate.glob(mark)):
             return candidate
-    missing = "" if folder.is_dir() else ", because there is no such folder"
+    missing = "" if isdir(folder) else ", because there is no such folder"
     below = [path for each in _folders(folder) for path in (each, *_folders(each)) if any(path.glob(mark))]
     fixes = tuple(f"{flag} {shell_word(f'{scheme}{path}')}" for path in below[:2]) or (f"{flag} {scheme}CHECKPOINT",)
     sentence = f"{flag} {scheme}{folder} holds no checkpoint of this kind, which has {mark}{missing}"
@@ -57,7 +58,7 @@ def find_config_folder(location: str) -> Path | None:
         return Path(place)
     folder = find_framework_checkpoint(scheme, place)
     places = (folder, folder.absolute().parent)
-    return next((each for each in places if any((each / name).is_file() for name in CONFIG_FILES)), None)
+    return next((each for each in places if any(isfile(each / name) for name in CONFIG_FILES)), None)
 
 
 def _folders(path: Path) -> list[Path]:

@@ -131,7 +131,7 @@ def read_config(folder: Path) -> JsonObject:
         UserError: when there is none, or it is not a JSON object.
     """
     folder = model_folder(folder, (CONFIG_FILE,))
-    if (folder / NANOTRON_CONFIG_FILE).is_file() and not (folder / CONFIG_FILE).is_file():
+    if os.path.isfile(folder / NANOTRON_CONFIG_FILE) and not os.path.isfile(folder / CONFIG_FILE):
         return _from_nanotron(folder / NANOTRON_CONFIG_FILE)
     return read_options(folder / CONFIG_FILE, "a Hugging Face model")
 

@@ -1,9 +1,10 @@
-"""Write small checkpoints with other programs, on two processes without a GPU, and the logits of their models.
+"""Write small checkpoints with other programs, on a few processes without a GPU, and the logits of their models.
 
 In an environment with the program and transformers::
 
     torchrun --nproc-per-node 2 tests/golden/other_frameworks/write.py fsdp2 FOLDER
     DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 tests/golden/other_frameworks/write.py deepspeed1 FOLDER
+    DS_ACCELERATOR=cpu torchrun --nproc-per-node 3 tests/golden/other_frameworks/write.py deepspeed3 FOLDER
     torchrun --nproc-per-node 2 tests/golden/other_frameworks/write.py torchtitan FOLDER
     torchrun --nproc-per-node 2 tests/golden/other_frameworks/write.py nanotron FOLDER
 
