@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
-from megatron.config.router import LOSS_NAMES
+from megatron.config.router import LOSS_NAMES, PADDING
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
@@ -192,23 +192,30 @@ class Router(nn.Module):
         losses: dict[str, Tensor] = {}
         config = self.config
         # unmasked tokens of each sample: none for one that pads the batch, which then does not count
-        counted_B = comm.all_reduce(batch.loss_mask.sum(1).to(scores_SBE.dtype), self.context.mesh.group("cp"))
-        chosen_BE = best_BE = count_choices(experts_TK, scores_SBE)
+        sums, real_SB = [batch.loss_mask.sum(1).to(scores_SBE.dtype)], None
+        if (padding_BS := batch.extra.get(PADDING)) is not None:  # nor do tokens that pad a sample
+            sums.append((~padding_BS).sum(1).to(scores_SBE.dtype))
+            real_SB = ~self._own_rows(padding_BS, len(scores_SBE))
+            scores_SBE = scores_SBE * real_SB.unsqueeze(-1)
+            kept_TK = None if kept_TK is None else kept_TK | ~real_SB.view(-1, 1)
+        counted_B, *lengths = comm.all_reduce(torch.stack(sums), self.context.mesh.group("cp"))
+        length_B1 = lengths[0].clamp(min=1.0).unsqueeze(-1) if lengths else batch.length
+        chosen_BE = best_BE = count_choices(experts_TK, scores_SBE, real_SB)
         by_more = config.moe_router_enable_expert_bias or config.moe_router_num_groups is not None
         if by_more and config.balancing_losses:
             best_TK = scores_SBE.detach().flatten(0, 1).topk(config.moe_router_topk).indices
-            best_BE = count_choices(best_TK, scores_SBE)
+            best_BE = count_choices(best_TK, scores_SBE, real_SB)
         if not is_recomputing():
             self.loads.add(counted_B > 0, chosen_BE, best_BE, kept_TK)
         for name, coefficient in self.coefficients.items():
             if name == "z_loss":
                 losses[name] = coefficient * self._z_loss(logits_SBE, batch)
             else:
-                losses[name] = coefficient * self._balancing_loss(name, scores_SBE, best_BE, counted_B, batch.length)
+                losses[name] = coefficient * self._balancing_loss(name, scores_SBE, best_BE, counted_B, length_B1)
         return losses
 
     def _balancing_loss(
-        self, name: str, scores_SBE: Tensor, chosen_BE: Tensor, counted_B: Tensor, length: int
+        self, name: str, scores_SBE: Tensor, chosen_BE: Tensor, counted_B: Tensor, length_B1: int | Tensor
     ) -> Tensor:
         """Return ``E sum_e f_e P_e`` (arXiv 2101.03961) of every sequence, times its unmasked tokens, summed.
 
@@ -224,19 +231,24 @@ class Router(nn.Module):
             f_BE = self.loads.fractions().to(probs_SBE.dtype).unsqueeze(0)
         else:
             chosen_BE = comm.all_reduce(chosen_BE.to(probs_SBE.dtype), self._sequence_group)
-            f_BE = chosen_BE * (experts / (self.config.moe_router_topk * length))
+            f_BE = chosen_BE * (experts / (self.config.moe_router_topk * length_B1))
+        counted_B1 = counted_B.unsqueeze(-1)
         if name == LOSS_NAMES["aux_loss"]:
-            real_B = (counted_B > 0).to(f_BE.dtype)  # samples that pad the batch do not enter the mean
-            weight_B = real_B / real_B.sum().clamp(min=1.0)
-            f_BE, counted_B = weight_B @ f_BE, real_B * (weight_B @ counted_B)
-        return (f_BE * probs_SBE.sum(0) * counted_B.unsqueeze(-1)).sum() / length
+            # samples that pad the batch do not enter the mean
+            tokens_B1 = (counted_B1 > 0).to(f_BE.dtype) * length_B1
+            total = tokens_B1.sum().clamp(min=1.0)
+            f_BE, counted_B1 = (tokens_B1 / total).t() @ f_BE, tokens_B1 * (counted_B1.sum() / total)
+        return (f_BE * probs_SBE.sum(0) * (counted_B1 / length_B1)).sum()
 
     def _z_loss(self, logits_SBE: Tensor, batch: MicroBatch) -> Tensor:
         """Return the squared log-partition summed over unmasked tokens (arXiv 2202.08906)."""
-        rows = logits_SBE.shape[0]
-        first = self.context.tp.rank * rows if self.context.sequence_parallel else 0
-        mask_SB = batch.loss_mask.t()[first : first + rows]
+        mask_SB = self._own_rows(batch.loss_mask, len(logits_SBE))
         return (logits_SBE.logsumexp(-1).square() * mask_SB).sum()
+
+    def _own_rows(self, column_BS: Tensor, rows: int) -> Tensor:
+        """Return the rows of this rank, ``[S(/tp), B]``."""
+        first = self.context.tp.rank * rows if self.context.sequence_parallel else 0
+        return column_BS.t()[first : first + rows]
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -286,10 +298,12 @@ def choose(
     return keys_TE.topk(topk).indices
 
 
-def count_choices(experts_TK: Tensor, scores_SBE: Tensor) -> Tensor:
-    """Return how often each expert is chosen in each sample, int64 ``[B, E]``."""
+def count_choices(experts_TK: Tensor, scores_SBE: Tensor, real_SB: Tensor | None = None) -> Tensor:
+    """Return how often each expert is chosen in each sample, int64 ``[B, E]``, by the tokens that are real."""
     rows, samples, experts = scores_SBE.shape
     chosen_SBKE = experts_TK.view(rows, samples, -1, 1) == torch.arange(experts, device=experts_TK.device)
+    if real_SB is not None:
+        chosen_SBKE = chosen_SBKE & real_SB[..., None, None]
     return chosen_SBKE.sum((0, 2))
 
 

@@ -1,11 +1,13 @@
-"""Run the tests of all known bugs, and write docs/known_bugs.md: ``python -m tests.known_bugs``.
+"""Run the tests of all known bugs, and write their page: ``python -m tests.known_bugs``.
 
-Takes a minute on two cores. ``--only NAME`` runs some of them and writes nothing.
+Takes a minute on two cores, and writes docs/known_bugs.md and the number in README.md. ``--only NAME`` runs some of
+them and writes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +20,7 @@ from tests.known_bugs.page import PAGE, Outcome, page_of
 from tests.known_bugs.test_known_bugs import run_with_bug
 from tools.lib.verify_parallel import StepDeviation, join_traces
 
+README = PAGE.parents[1] / "README.md"
 QUANTITIES = {"loss": "loss {}", "grad_norm": "norm {}", "gradient": "gradient of `{name}` {}"}
 
 
@@ -74,6 +77,8 @@ def main() -> None:
         outcomes = {name: run(pool, name) for name in names or BUGS}
     if not names:
         PAGE.write_text(page_of(outcomes))
+        absent = f"{sum(outcome.absent for outcome in outcomes.values())} of {len(outcomes)} absent"
+        README.write_text(re.sub(r"\d+ of \d+ absent", absent, README.read_text()))
     raise SystemExit(not all(outcome.absent and outcome.noticed for outcome in outcomes.values()))
 
 

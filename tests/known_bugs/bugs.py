@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.known_bugs import (
     chats,
     conversion,
+    data,
+    evaluation,
     experts,
     packing,
     parallel_gradients,
@@ -25,6 +27,8 @@ BUGS: dict[str, KnownBug] = {
     **experts.BUGS,
     **texts.BUGS,
     **chats.BUGS,
+    **data.BUGS,
+    **evaluation.BUGS,
     **conversion.BUGS,
     **resume.BUGS,
 }

@@ -200,6 +200,22 @@ BUGS = {
         detector=alone(imported, LLAMA),
         plant=reading(norm_epsilon=1e-5),
     ),
+    "window-off-by-one": KnownBug(
+        reports=("huggingface/transformers#39408",),
+        kind="Conversion",
+        bug="a window of n tokens let a query attend to n tokens before its own",
+        check=f"{READ} (Mistral with a window of 5, eager attention)",
+        detector=alone(imported, "mistral-window"),
+        plant=reading(window_size=6),
+    ),
+    "window-ignored": KnownBug(
+        reports=("unslothai/unsloth#8253",),
+        kind="Conversion",
+        bug="one of several attention paths did not get the window, and attended to the whole sequence",
+        check=f"{READ} (Mistral with a window of 5, eager attention)",
+        detector=alone(imported, "mistral-window"),
+        plant=reading(window_size=None),
+    ),
     "biases-dropped": KnownBug(
         reports=("paiml/entrenar#258", "ServiceNow/Fast-LLM#398"),
         kind="Conversion",

@@ -9,16 +9,19 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
 from megatron.config.multi_token import LATER_WEIGHTS
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.router import PADDING
 from megatron.config.training import TrainingConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers import loss
+from megatron.layers.context import Losses
 from megatron.layers.router import Router
 from megatron.model.gpt import GPTChunk
 from megatron.training import step
@@ -29,6 +32,8 @@ from tests.distributed import faults_of_shares
 from tests.distributed.detect import DETECTORS, training
 from tests.distributed.detect_experts import EXPERTS
 from tests.kit.cases import MODEL, Case
+from tests.kit.solo import Solo, random_batch, tiny
+from tests.known_bugs.alone import alone, distance
 from tests.known_bugs.bug import KnownBug, UncoveredBug
 from tests.known_bugs.parallel_gradients import ACCUMULATION, EXPERT, LIKE_ONE
 
@@ -145,6 +150,43 @@ def whole_logits_summed() -> AbstractContextManager[Any]:
     return patch.object(loss, "comm", SimpleNamespace(**vars(comm) | {"all_reduce": all_reduce}))
 
 
+PADDED = tiny(
+    num_experts=4,
+    add_bias_linear=False,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_load_balancing_type=("seq_aux_loss", "aux_loss"),
+    moe_aux_loss_coeff=(0.5, 0.5),
+)
+
+
+def padded(rank: int, world_size: int) -> float:
+    """Gradients and loads of experts with samples that are padded, from those with the same samples as they are."""
+    short, long = random_batch(PADDED, length=10), random_batch(PADDED, length=16, seed=1)
+    for column in ("tokens", "labels", "loss_mask"):
+        getattr(long, column)[:, :10] = getattr(short, column)
+    long.loss_mask[:, 10:] = 0.0
+    padding = torch.arange(16).expand(2, -1) >= 10
+    found = []
+    for batch in (replace(long, extra={PADDING: padding}), short):
+        solo = Solo.build(PADDED)
+        solo.backward([batch])
+        routers = {n: m for n, m in solo.chunk.named_modules() if isinstance(m, Router)}
+        found.append(solo.snapshot() | {name: router.loads.chosen.double() for name, router in routers.items()})
+    return distance(*found)
+
+
+def padding_balanced() -> AbstractContextManager[Any]:
+    """Routers take tokens of padding for tokens of text."""
+    original = Router._balance
+
+    def balance(self: Router, *arguments: Any) -> Losses:
+        *scores, batch = arguments
+        return original(self, *scores, replace(batch, extra={}))
+
+    return patch.object(Router, "_balance", balance)
+
+
 BUGS = {
     "mean-of-microbatches": KnownBug(
         reports=("huggingface/transformers#34191", "karpathy/nanochat#59"),
@@ -215,6 +257,21 @@ BUGS = {
         check=f"a mixture with TP 2, sequence parallelism and masked labels {LIKE_ONE}",
         detector=DETECTORS["moe-tp2"],
         plant=mask_of_other_rows,
+    ),
+    "padding-balanced": KnownBug(
+        reports=(
+            "NVIDIA/Megatron-LM#1984",
+            "NVIDIA/Megatron-LM#4777",
+            "NVIDIA-NeMo/Megatron-Bridge#5744",
+            "pytorch/torchtitan#4594",
+        ),
+        kind=EXPERT,
+        bug="Tokens that pad a sample counted in the balancing losses and in the loads that move the biases of "
+        "experts.",
+        check="a mixture on padded samples against the same samples without padding: every gradient, the loads",
+        detector=alone(padded),
+        plant=padding_balanced,
+        mended="with `--packing best-fit` and in fine-tuning, padding counted in the balance of experts.",
     ),
     "loads-of-a-rank": KnownBug(
         reports=("pytorch/torchtitan#4154",),

@@ -24,8 +24,8 @@ from tests.megatron_core.beside import missing, run_case
 from tests.megatron_core.cases import CASES, Case
 
 TABLE = Path(__file__).parents[1] / "golden" / "megatron_core.txt"
-HEAD = """The largest relative differences between megatron-core 0.16.1 and this package over a run of training, from the
-same weights with the same data and options. Each line was written by `python -m tests.megatron_core CASE`.
+HEAD = """The largest relative differences between megatron-core 0.16.1 and this package over a run of training, from
+the same weights with the same data and options. Each line was written by `python -m tests.megatron_core CASE`.
 """
 
 Row = Mapping[str, Any]

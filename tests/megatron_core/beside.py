@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron.arguments.cli import parse
 from tests.kit.pool import Pool
-from tests.kit.processes import free_port
 from tests.kit.runs import Outcome, start, steps
 from tests.megatron_core.cases import Case
 from tests.unit.data import pairs
@@ -45,22 +46,34 @@ def run_core(folder: Path, flags: Sequence[str], ranks: int = 1, **job: Any) -> 
     Raises:
         RuntimeError: with the end of its output, if it fails.
     """
-    file, found = folder / "job.json", folder / "steps.json"
+    file, found = folder.resolve() / "job.json", folder.resolve() / "steps.json"
     found.unlink(missing_ok=True)
     file.write_text(json.dumps({"flags": [*flags], "steps": str(found), **job}))
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-    ran = subprocess.run(
-        [os.environ[VARIABLE], *(launch if ranks > 1 else ["-W", "ignore"]), str(LOOP), str(file)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if ran.returncode:
-        raise RuntimeError(f"{ran.stdout[-2000:]}\n{ran.stderr[-6000:]}")
+    if program()(f"{ranks} {file}") != "0":
+        raise RuntimeError(file.with_suffix(".log").read_text()[-6000:])
     taken: list[dict[str, float]] = json.loads(found.read_text())
     return taken
+
+
+@cache
+def program() -> Callable[[str], str]:
+    """Start the program that runs the jobs, which ends with this one; return what gives it a line for its answer."""
+    own, its = socket.socketpair()
+    subprocess.Popen(
+        [os.environ[VARIABLE], "-W", "ignore", str(LOOP)],
+        env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
+        stdin=its,
+        stdout=its,
+        stderr=subprocess.DEVNULL,
+    )
+    its.close()
+    lines = own.makefile("rw")
+
+    def ask(line: str) -> str:
+        print(line, file=lines, flush=True)
+        return lines.readline().strip()
+
+    return ask
 
 
 def run_ours(folder: Path, flags: Sequence[str]) -> list[dict[str, Any]]:

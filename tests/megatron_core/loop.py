@@ -1,4 +1,4 @@
-"""Train with megatron-core from PyPI on CPUs: ``python loop.py JOB.json``, or under torchrun.
+"""Train with megatron-core from PyPI on CPUs: ``python loop.py``, with a line ``RANKS JOB.json`` for each job.
 
 The wheel has the classes of Megatron-LM (``megatron.core``), but not its program. This is the smallest loop over them:
 its data, model of local layers, data parallelism, pipeline schedules, optimizer, schedule of the learning rate, batch
@@ -6,7 +6,8 @@ ramp and checkpoints. It runs in an environment of its own, and imports nothing 
 
 ``JOB.json`` has ``flags`` (of Megatron-LM), ``steps`` (file for loss and gradient norm of each step, exact to the last
 digit), and optionally ``save`` (folders by the number of steps taken before), ``load`` (folder of an iteration) and
-``fault`` (Python to run before the model is built, with which a test plants a fault).
+``fault`` (Python to run before the model is built, with which a test plants a fault). The ranks of a job are processes
+forked from this one, which answers each line with their exit status; what they print is in ``JOB.log``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import dataclasses
 import importlib
 import json
 import os
+import signal
+import socket
 import sys
+import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -415,10 +419,8 @@ def train_step(args: Namespace, dataset: Any, chunks: Sequence[Any], optimizer: 
     return taken | {"skipped": int(not successful)}
 
 
-def main() -> None:
-    """Run a job."""
-    job = json.loads(Path(sys.argv[1]).read_text())
-    os.environ.setdefault("MASTER_PORT", "29551")
+def run(job: dict[str, Any]) -> None:
+    """Run a job as one of its ranks."""
     torch.distributed.init_process_group("gloo")
     args = parse(job["flags"])
     parallel_state.initialize_model_parallel(
@@ -459,6 +461,42 @@ def main() -> None:
         Path(job["steps"]).write_text(json.dumps(taken))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def fork(rank: int, ranks: int, path: Path) -> int:
+    """Start a rank of a job; return its process id, or end as that rank."""
+    if process := os.fork():
+        return process
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.chdir(path.parent)
+    try:
+        run(json.loads(path.read_text()))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def main() -> None:
+    """Run the jobs."""
+    for line in sys.stdin:
+        ranks, path = line.split(maxsplit=1)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+        running = {fork(rank, int(ranks), Path(path.strip())) for rank in range(int(ranks))}
+        status = 0
+        while running:
+            ended, code = os.wait()
+            running.discard(ended)
+            if code and not status:
+                status = os.waitstatus_to_exitcode(code)
+                for process in running:
+                    os.kill(process, signal.SIGKILL)
+        print(status, flush=True)
 
 
 if __name__ == "__main__":
