@@ -90,9 +90,9 @@ class Card:
                     value.mul_(FACTOR_OF_BIASES if name.endswith("bias") else 1.0)
         wide = {name: value.clone() for name, value in tensors_of(model).items() if name.endswith(WIDE)}
         model.to(dtype)
-        for name, value in wide.items():
+        for name, kept in wide.items():
             module, _, last = name.rpartition(".")
-            getattr(model.get_submodule(module), last).data = value
+            getattr(model.get_submodule(module), last).data = kept
         return model
 
     def save(self, folder: Path, model: nn.Module) -> Path:

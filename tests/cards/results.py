@@ -142,12 +142,12 @@ def page() -> str:
                 presets = ", ".join(f"`{preset}`" for preset in card.presets)
                 lines.append(f"| `{name}` | {presets} | {' | '.join(cells)} |")
     lines += ["", "## Commands", "", "| card | command | commit | date | seconds |", "|---|---|---|---|--:|"]
-    for name, cells in records.items():
+    for name, results in records.items():
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for cell, record in cells.items():
+        for cell, record in results.items():
             groups[record["commit"], record["date"]].append(cell)
         for (commit, date), members in groups.items():
-            seconds = sum(cells[cell]["seconds"] for cell in members)
+            seconds = sum(results[cell]["seconds"] for cell in members)
             command = f"python -m tests.cards {name} --cells {','.join(members)}"
             lines.append(f"| `{name}` | `{command}` | {commit} | {date} | {seconds:.1f} |")
     return "\n".join(lines) + "\n"
