@@ -37,11 +37,11 @@ FAULTS = {
     "scale of the auxiliary loss": ("auxiliary loss", "--moe-aux-loss-coeff 0.0101", ""),
     "scale of the z-loss": ("z-loss", "--moe-z-loss-coeff 1.01e-3", ""),
     "update of biases": ("sigmoid, biases of experts", "--moe-router-bias-update-rate 0.0101", ""),
-    "router not reduced": (
-        "TP 2, experts",
+    "no auxiliary gradient": (
+        "auxiliary loss, large",
         "",
-        "f = sys.modules['megatron.core.distributed.finalize_model_grads']\n"
-        "f._allreduce_non_tensor_model_parallel_grads = lambda *args: None",
+        "from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler as scaler\n"
+        "scaler.set_loss_scale = staticmethod(lambda scale: None)",
     ),
 }
 """What is wrong, the case that finds it, and the flags or the Python that make megatron-core wrong."""
