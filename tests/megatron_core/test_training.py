@@ -31,7 +31,7 @@ def test_training_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool
 FAULTS = {
     "second moment": ("Llama", "--adam-beta2 0.9501", ""),
     "epsilon of norms": ("Llama", "--norm-epsilon 2e-5", ""),
-    "base of RoPE": ("RoPE, base 500000", "--rotary-base 501000", ""),
+    "base of RoPE": ("RoPE, base 500000", "--rotary-base 10000", ""),
     "order of samples": ("GPT-2", "--seed 1235", ""),
     "warm-up": ("Llama", "--lr-warmup-iters 11", ""),
     "scale of the auxiliary loss": ("auxiliary loss", "--moe-aux-loss-coeff 0.0101", ""),
