@@ -359,7 +359,8 @@ def state_of(args: Namespace, chunks: Sequence[Any], optimizer: Any, schedule: A
     state: dict[str, Any] = {
         name: inner(chunk).sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)
     }
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loads, metadata=metadata)
+    if loads or args.iteration:  # before the first step there are no moments to write
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loads, metadata=metadata)
     state["opt_param_scheduler"] = schedule.state_dict()
     return state | {"args": args, "checkpoint_version": 3.0, "iteration": args.iteration}
 

@@ -31,6 +31,10 @@ class Stream(contextlib.nullcontext[Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(self)
 
+    def record_event(self, *args: Any) -> Stream:
+        """Return an event."""
+        return Stream()
+
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: 0.0
 
