@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 import tempfile
 import warnings
@@ -109,7 +110,7 @@ def answer(setting: dict[str, Any]) -> dict[str, Any]:
         child.start()
         child.join()
         os.chdir("/")
-        if child.exitcode:
+        if child.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
             return {"files": files, "refused": "an endless loop"}
         found: dict[str, Any] = json.loads(path.read_text())
         return found
