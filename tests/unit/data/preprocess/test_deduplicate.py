@@ -143,7 +143,7 @@ def test_every_band_has_the_pairs_of_datatrove(tmp_path: Path, options: MinHashO
 
     documents = documentation()
     texts = [text for text in documents if simplify_text(text).split() == normalize(text)]
-    assert len(texts) > 0.97 * len(documents)
+    assert len(texts) > 0.9 * len(documents)
     found = own_pairs(texts, options)
     assert found == datatrove_pairs(texts, options, tmp_path)
     assert min(map(len, found)) > 100
