@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from tests.cards.card import CARDS
+from tests.cards.cell import Cell
 from tests.cards.cells import CELLS
 from tests.kit.processes import ROOT
 
@@ -86,17 +87,17 @@ def mark_older() -> None:
 
 def shown(value: float | str) -> str:
     """A measure in a table."""
-    return value if isinstance(value, str) else f"{value:,}" if value == int(value) else f"{value:.2g}"
+    return value if isinstance(value, str) else f"{value:,.0f}" if value == int(value) else f"{value:.2g}"
 
 
-def in_cell(record: Record | None) -> str:
-    """The content of a cell of the table."""
+def in_cell(record: Record | None, cell: Cell) -> str:
+    """The content of a cell of the table: the largest measure that has a bound."""
     if record is None:
         return ""
     if "failure" in record:
         return f"**failed**: {record['failure']}"
-    words = ", ".join(f"{name} {shown(value)}" for name, value in record["result"].items())
-    return words + (" †" if record.get("older") else "")
+    measures = [value for name, value in record["result"].items() if name in cell.bounds]
+    return shown(max(measures)) + (" †" if record.get("older") else "")
 
 
 INTRO = """# Verification cards
@@ -112,10 +113,11 @@ python -m tests.cards --stale                # cells that are empty, failed, or 
 python -m tests.cards --write                # this page, from tests/golden/cards
 ```
 
-A cell has a number only if its command wrote one; the commit and date of each are [below](#commands). † marks a cell
-whose code has changed between its commit and the last `--write`; `--stale` computes it for the checkout at hand. CI
-measures some cells again in every run, and other ones for each commit. A result above its bound is written as failed,
-and the command ends with status 1."""
+A cell has a number only if its command wrote one: the largest of its measures that have a bound. All measures are in
+the file to which the name of the card links; commands, commits and dates are [below](#commands). † marks a cell whose
+code (`covers` in `tests/cards`) has changed between its commit and the last `--write`; `--stale` computes it for the
+checkout at hand. CI measures some cells again in every run, and other ones for each commit. A result above its bound is
+written as failed, and the command ends with status 1."""
 
 
 def page() -> str:
@@ -129,18 +131,19 @@ def page() -> str:
         f"{len(CARDS)} cards, {filled} of {len(CARDS) * len(CELLS)} cells have a result, {red} of these failed.",
         "",
     ]
-    lines += ["## What is compared", "", "| cell | what | fails above | code |", "|---|---|---|---|"]
+    lines += ["## What is compared", "", "| cell | what | fails above |", "|---|---|---|"]
     for name, cell in CELLS.items():
         bounds = ", ".join(f"{measure} {bound:g}" for measure, bound in cell.bounds.items())
-        lines.append(f"| {name} | {cell.about} | {bounds} | {', '.join(f'`{path}`' for path in cell.covers)} |")
+        lines.append(f"| {name} | {cell.about} | {bounds} |")
     for kind in dict.fromkeys(card.kind for card in CARDS.values()):
         lines += ["", f"## {kind[0].upper()}{kind[1:]}", "", f"| card | presets | {' | '.join(CELLS)} |"]
         lines += ["|---|---" + "|---" * len(CELLS) + "|"]
         for name, card in CARDS.items():
             if card.kind == kind:
-                cells = [in_cell(records[name].get(cell)) for cell in CELLS]
+                cells = [in_cell(records[name].get(title), cell) for title, cell in CELLS.items()]
                 presets = ", ".join(f"`{preset}`" for preset in card.presets)
-                lines.append(f"| `{name}` | {presets} | {' | '.join(cells)} |")
+                link = f"[{name}](../tests/golden/cards/{name}.json)"
+                lines.append(f"| {link} | {presets} | {' | '.join(cells)} |")
     lines += ["", "## Commands", "", "| card | command | commit | date | seconds |", "|---|---|---|---|--:|"]
     for name, results in records.items():
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)

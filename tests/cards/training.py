@@ -96,10 +96,8 @@ CELLS = {
     ),
     "resume": Cell(
         resume,
-        f"such a run killed with SIGKILL at step {KILLED} and started again, against one that was "
-        f"not: largest difference "
-        "of weights and moments, of the losses of all steps, and the number of other numbers of "
-        "the checkpoint that differ",
+        f"such a run killed with SIGKILL at step {KILLED} and resumed, against one that was not: largest difference of "
+        "weights and moments, of the losses of all steps; how many other numbers differ",
         {"state": 0, "losses": 0, "other numbers": 0},
         COVERED,
     ),
