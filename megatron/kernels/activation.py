@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.config.model import GATED_ACTIVATIONS
 from megatron.kernels.compile import compiled, compiler_missing, triton_missing, triton_region
 from megatron.kernels.linear import with_bias_gradient
-from megatron.kernels.operation import Candidate, KernelCheck, Operation, batch_invariant, never, not_on_cpu
+from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
 ActivationKernel = Callable[..., Tensor]
 """``activation(x, bias, name, limit=None, offset=0.0, rows=None) -> y``, ``name`` one of :data:`ACTIVATIONS`; on
@@ -113,7 +113,6 @@ ACTIVATION = Operation(
     {
         "triton": Candidate(triton_region("activation"), triton_missing, covers=_triton_covers),
         "compiled": Candidate(_compiled, compiler_missing),
-        "batch_invariant": Candidate(batch_invariant("activation"), not_on_cpu, fast=never),
         "torch": Candidate(lambda: activation),
     },
     _checks,

@@ -20,17 +20,7 @@ from megatron.config.attention_pattern import CAUSAL, AttentionPattern
 from megatron.kernels.attention_mask import PLAIN_SCORES, AttentionKernel, AttentionMask, AttentionScores
 from megatron.kernels.block_attention import FLEX_BLOCK, block_attention, cudnn_is_fast
 from megatron.kernels.compile import compiler_missing
-from megatron.kernels.operation import (
-    HALF_DTYPES,
-    Candidate,
-    KernelCheck,
-    Operation,
-    batch_invariant,
-    half_on_gpu,
-    missing_modules,
-    never,
-    not_on_cpu,
-)
+from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
 
 
 def sdpa(
@@ -287,7 +277,6 @@ ATTENTION = Operation(
             covers=_varlen_covers,
         ),
         "flex": Candidate(_flex, _flex_missing, covers=_flex_covers),
-        "batch_invariant": Candidate(batch_invariant("attention"), not_on_cpu, fast=never),
         "torch": Candidate(lambda: sdpa),
     },
     _checks,

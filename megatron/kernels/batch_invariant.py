@@ -33,6 +33,7 @@ from megatron.kernels.attention_mask import PLAIN_SCORES, AttentionMask, Attenti
 from megatron.kernels.block_attention import LOCAL, AttentionDropout, BlockAttention, KeyValues
 from megatron.kernels.grouped_linear import TORCH_GROUPED_LINEAR, GroupedLinearKernel
 from megatron.kernels.linear import TORCH_LINEAR, with_bias_gradient
+from megatron.kernels.operation import Candidate
 
 ROWS = 32
 """Rows of a product."""
@@ -191,3 +192,20 @@ def _attend(
 
 LINEAR = TORCH_LINEAR._replace(forward=linear, differentiable=linear, elementwise=elementwise, reassociates=False)
 GROUPED_LINEAR: GroupedLinearKernel = TORCH_GROUPED_LINEAR._replace(forward=grouped_linear)
+
+
+def _missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None if device.type == "cpu" else "its rows are known to be independent of each other on CPUs only"
+
+
+def _candidate(implementation: Any) -> Candidate:
+    return Candidate(lambda: implementation, _missing, fast=lambda device: False)
+
+
+CANDIDATES = {
+    "activation": _candidate(activation),
+    "attention": _candidate(attention),
+    "linear": _candidate(LINEAR),
+    "grouped_linear": _candidate(GROUPED_LINEAR),
+}
+"""By operation; ``auto`` does not take them."""

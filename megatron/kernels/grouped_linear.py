@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.kernels import onednn
 from megatron.kernels.compile import triton_missing, triton_region
 from megatron.kernels.linear import TORCH_LINEAR, column_sum
-from megatron.kernels.operation import Candidate, KernelCheck, Operation, batch_invariant, never, not_on_cpu
+from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
 
 class GroupedLinearKernel(NamedTuple):
@@ -163,7 +163,6 @@ GROUPED_LINEAR = Operation(
         "grouped_mm": Candidate(_grouped_mm, _grouped_mm_missing),
         "triton": Candidate(_triton, triton_missing),
         "onednn": Candidate(_onednn, onednn.missing, fast=onednn.fast),
-        "batch_invariant": Candidate(batch_invariant("GROUPED_LINEAR"), not_on_cpu, fast=never),
         "torch": Candidate(lambda: TORCH_GROUPED_LINEAR),
     },
     _checks,

@@ -19,16 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels import onednn
-from megatron.kernels.operation import (
-    Candidate,
-    KernelCheck,
-    Operation,
-    batch_invariant,
-    half_on_gpu,
-    missing_modules,
-    never,
-    not_on_cpu,
-)
+from megatron.kernels.operation import Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
 
 
 class LinearKernel(NamedTuple):
@@ -146,7 +137,6 @@ LINEAR = Operation(
             onednn.missing,
             fast=onednn.fast,
         ),
-        "batch_invariant": Candidate(batch_invariant("LINEAR"), not_on_cpu, fast=never),
         "torch": Candidate(lambda: TORCH_LINEAR),
     },
     _checks,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -21,21 +20,6 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 def always_available(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return None: the implementation has no requirements."""
     return None
-
-
-def batch_invariant(name: str) -> Callable[[], Any]:
-    """Return a function that imports an implementation of :mod:`megatron.kernels.batch_invariant`."""
-    return lambda: getattr(importlib.import_module("megatron.kernels.batch_invariant"), name)
-
-
-def not_on_cpu(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why an implementation whose properties were tried on CPUs alone cannot be used, or None."""
-    return None if device.type == "cpu" else "its rows are known to be independent of each other on CPUs only"
-
-
-def never(device: torch.device) -> bool:
-    """Return False: ``auto`` does not use the implementation."""
-    return False
 
 
 def half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
@@ -100,6 +84,11 @@ class Operation:
 
     candidates: Mapping[str, Candidate]
     checks: Callable[[], Sequence[KernelCheck]]
+
+    def including(self, name: str, candidate: Candidate) -> Operation:
+        """Return the operation with one more candidate before ``torch``."""
+        fused = {word: other for word, other in self.candidates.items() if word != "torch"}
+        return replace(self, candidates=fused | {name: candidate, "torch": self.candidates["torch"]})
 
 
 def combine(parts: Sequence[tuple[Any, Covers | None]]) -> Any:
