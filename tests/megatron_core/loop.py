@@ -13,6 +13,7 @@ forked from this one, which answers each line with their exit status; what they 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -468,6 +469,7 @@ def fork(rank: int, ranks: int, path: Path) -> int:
     """Start a rank of a job; return its process id, or end as that rank."""
     if process := os.fork():
         return process
+    os.setpgid(0, 0)  # a group with the processes that saving leaves behind
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -497,6 +499,8 @@ def main() -> None:
                 status = os.waitstatus_to_exitcode(code)
                 for process in running:
                     os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # usually nothing is left of it
+                os.killpg(ended, signal.SIGKILL)
         print(status, flush=True)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.golden.provenance import provenance
 from tests.megatron_core.beside import Difference, difference, missing, run_core, run_ours
-from tests.megatron_core.forms import DATA, FLAGS, FORMS, LATENT, LLAMA, MIXTURE, STEPS, write_data
+from tests.megatron_core.forms import DATA, FLAGS, FORMS, LLAMA, MIXTURE, STEPS, write_data
 from tools.convert_checkpoint import main as convert
 
 FILE = Path(__file__).parents[1] / "golden" / "megatron_moves.txt"
@@ -53,7 +53,6 @@ MOVES = {
     "shared expert and z-loss": Move(FORMS["shared experts"]),
     "sigmoid router with biases": Move(FORMS["expert bias"]),
     "dense and expert layers": Move(FORMS["dense and experts"]),
-    "latent attention": Move(f"{LLAMA} {LATENT}"),
     "fp16": Move(f"{FORMS['llama']} --fp16 --initial-loss-scale 4096"),
     "bf16": Move(f"{FORMS['llama']} --bf16"),
 }
