@@ -159,6 +159,10 @@ PARALLEL = {
     "TP 2, norms of q and k": (f"{LLAMA} {TP} --qk-layernorm", 2),
     "PP 2": (f"{LLAMA} {PP}", 2),
     "PP 2, untied": (f"{LLAMA} {PP} --untie-embeddings-and-output-weights", 2),
+    "PP 2, interleaved": (
+        f"{LLAMA} {PP} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8",
+        2,
+    ),
     "DP 2": (LLAMA, 2),
     "DP 2, distributed optimizer": (f"{LLAMA} {DISTRIBUTED}", 2),
     "DP 2, distributed optimizer, overlapped": (

@@ -206,7 +206,7 @@ def model_config(args: Namespace) -> TransformerConfig:
         "num_moe_experts": args.num_experts,
         "pipeline_dtype": args.params_dtype,
         "bias_activation_fusion": not args.swiglu and args.bias_gelu_fusion and args.add_bias_linear,
-        "deallocate_pipeline_outputs": True,
+        "deallocate_pipeline_outputs": False,  # gloo may still be sending them
         "use_cpu_initialization": True,
         "transformer_impl": "local",
         "gradient_accumulation_fusion": False,
@@ -218,6 +218,8 @@ def model_config(args: Namespace) -> TransformerConfig:
         values |= {"activation_func": quick_gelu, "gated_linear_unit": True, "bias_activation_fusion": False}
     elif args.squared_relu:
         values |= {"activation_func": squared_relu, "bias_activation_fusion": False}
+    if args.virtual_pipeline_model_parallel_size:  # as its program does; two stages would mix messages otherwise
+        values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in values.items() if name in known})
 
