@@ -38,7 +38,7 @@ class Move:
 
 
 TP2, PP2 = ("--tensor-model-parallel-size 2", 2), ("--pipeline-model-parallel-size 2", 2)
-EP2, DP2 = ("--expert-model-parallel-size 2", 2), ("", 2)
+EP2, DP2 = ("--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", 2), ("", 2)
 EXPERTS = f"{LLAMA} {MIXTURE}"
 MOVES = {
     "gpt": Move(""),
@@ -49,7 +49,7 @@ MOVES = {
     "gpt, DP 2 to TP 2": Move("", DP2, TP2),
     "experts": Move(EXPERTS),
     "experts, PP 2 to DP 2": Move(EXPERTS, PP2, DP2),
-    "experts, EP 2 to EP 2": Move(f"{EXPERTS} --expert-model-parallel-size 2", EP2, EP2),
+    "experts, EP 2 to DP 2": Move(EXPERTS, EP2, DP2),
     "shared expert and z-loss": Move(FORMS["shared experts"]),
     "sigmoid router with biases": Move(FORMS["expert bias"]),
     "dense and expert layers": Move(FORMS["dense and experts"]),
