@@ -6,6 +6,7 @@
 ``python tools/convert_checkpoint.py --load CHECKPOINTS --save-megatron MEGATRON_FOLDER``
 ``python tools/convert_checkpoint.py --load peft:PEFT_FOLDER --pretrained-checkpoint hf:HF_FOLDER --save CHECKPOINTS``
 ``python tools/convert_checkpoint.py --load CHECKPOINTS --save-peft PEFT_FOLDER``
+``python tools/convert_checkpoint.py --load dcp:FOLDER --save CHECKPOINTS`` (or ``deepspeed:``, ``nanotron:``)
 
 Adapters are merged into the weights of their model, except with ``--save-peft``.
 """
@@ -27,7 +28,7 @@ if __name__ == "__main__":  # until main has a handler of its own; the imports b
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 from megatron.config.files import add_links_flag
-from megatron.config.schemes import split_scheme
+from megatron.config.schemes import FRAMEWORK_PREFIXES, split_scheme
 from megatron.config.text import echo, shell_word
 from megatron.data.progress import ByteProgress
 from megatron.layers.parameters import num_parameters
@@ -46,21 +47,23 @@ if TYPE_CHECKING:
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SOURCES = {
     "load hf:": ("save",),
+    **{f"load {prefix}": ("save",) for prefix in FRAMEWORK_PREFIXES},
     "load megatron:": ("save", "save_hf"),
     "load peft:": ("save",),
     "load": ("save_hf", "save_megatron", "save_peft"),
 }
 """Sources by the scheme of ``--load``, and the targets that they can be converted to."""
 TARGETS = ("save", "save_hf", "save_megatron", "save_peft")
+OTHERS = tuple(f"load {prefix}" for prefix in FRAMEWORK_PREFIXES)
 OPTIONS = {
     "max_shard_size": ("save_hf",),
     "tokenizer": ("save_hf",),
     "model_type": ("save_hf", "save_peft", "load peft:"),
     "ema": ("save_hf", "save_peft"),
-    "dtype": ("save_hf", "save_peft", "load hf:"),
-    "workers": ("save_hf", "load hf:"),
+    "dtype": ("save_hf", "save_peft", "load hf:", *OTHERS),
+    "workers": ("save_hf", "load hf:", *OTHERS),
     "no_check": ("save_hf", "load hf:"),
-    "plugin": ("save_hf", "save_megatron", "load hf:", "save_peft", "load peft:"),
+    "plugin": ("save_hf", "save_megatron", "load hf:", *OTHERS, "save_peft", "load peft:"),
     "ckpt_step": ("load", "load megatron:"),
     "pretrained_checkpoint": ("load", "load peft:"),
 }
@@ -143,7 +146,8 @@ def check_direction(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     target = next(name for name in TARGETS if getattr(args, name) is not None)
     if target not in SOURCES[source]:
         parser.error(
-            "--load hf: and --load peft: go with --save, --load with --save-hf, --save-megatron or --save-peft, "
+            "--load hf:, peft:, dcp:, deepspeed: and nanotron: go with --save, "
+            "--load with --save-hf, --save-megatron or --save-peft, "
             "--load megatron: with --save or --save-hf"
         )
     for name, only in OPTIONS.items():
@@ -199,7 +203,10 @@ def main(argv: Sequence[str]) -> int:
         if missed:
             echo(f"not compared: {missed}")
     else:
-        echo("not compared with transformers" + ("" if args.no_check else ", which has no model of this type"))
+        echo(
+            "not compared with transformers"
+            + ("" if args.no_check else ", which cannot read the source, or has no such model")
+        )
     return 0
 
 
@@ -220,7 +227,9 @@ def convert(args: argparse.Namespace) -> ConversionResult | str:
     for note in source.notes:
         echo(f"convert_checkpoint: {note}", file=sys.stderr)
     if isinstance(source, HuggingFaceWeights):
-        return convert_from_huggingface(source, args.save, report, checked, args.dtype, args.workers or 2)
+        return convert_from_huggingface(
+            source, args.save, report, checked and not source.converted, args.dtype, args.workers or 2
+        )
     if isinstance(source, PeftAdapters):
         path, adapted = import_peft(source, args.save)
         return f"wrote {path}: {describe_adapters(adapted)}"

@@ -48,6 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--tensor-model-parallel-size", type=int, metavar="N", help="must equal the number of processes, its default"
     )
+    model.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="compute a prompt alike whatever is beside it in the batch, as a run with that option does; on CPUs",
+    )
     text = parser.add_argument_group("text")
     source = text.add_mutually_exclusive_group()
     source.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts to continue")
@@ -167,7 +172,7 @@ def build_model(args: argparse.Namespace, model: PretrainedModel, launch: Launch
     tp = launch.world_size
     layout = Layout.from_config(ParallelConfig(tensor_model_parallel_size=tp), tp)
     mesh = Mesh(layout, launch.rank, TIMEOUT, max(1, tp // model.model.kv_groups))
-    return model.build(mesh, args.params_dtype, device)
+    return model.build(mesh, args.params_dtype, device, args.batch_invariant)
 
 
 def main(argv: Sequence[str]) -> int:

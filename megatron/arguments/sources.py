@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.framework_folders import find_config_folder
 from megatron.config.batch import full_global_batch_size
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import MOST_PROBLEMS, Problem, UserError
@@ -21,7 +22,7 @@ from megatron.config.files import parse_yaml, read_small
 from megatron.config.layer_pattern import REPLACED, pattern_values, without_pattern
 from megatron.config.plugins import option_groups
 from megatron.config.run import RunConfig
-from megatron.config.schemes import HUGGING_FACE_PREFIX
+from megatron.config.schemes import WEIGHTS_PREFIXES
 from megatron.config.settings import GROUPS, SETTINGS, Setting
 from megatron.config.text import did_you_mean
 from megatron.config.training import TrainingConfig
@@ -166,11 +167,13 @@ ModelReader = Callable[[Path], Values]
 
 
 def from_hugging_face(load: Any, read_model: ModelReader | None) -> ConfigSource:
-    """Read the model of ``--load hf:DIR``; empty for any other ``--load``."""
-    if not isinstance(load, str) or not load.startswith(HUGGING_FACE_PREFIX):
+    """Read the model of ``--load hf:DIR``, or of a checkpoint with a config.json; empty for any other ``--load``."""
+    if not isinstance(load, str) or not load.startswith(WEIGHTS_PREFIXES):
         return ConfigSource()
-    folder = Path(load.removeprefix(HUGGING_FACE_PREFIX))
     try:
+        folder = find_config_folder(load)
+        if folder is None:  # the options describe the model
+            return ConfigSource()
         if read_model is None:
             raise UserError([Problem("E850", f"this program does not read Hugging Face models, such as {folder}")])
         return ConfigSource(_limit_seq_length(read_model(folder)))

@@ -49,7 +49,8 @@ class CheckpointConfig:
     load: str | None = option(None, role="start")
     """Start point when the save folder holds no checkpoint: a checkpoint or a folder of checkpoints, saved in any
     layout, or megatron:DIR for those of Megatron-LM; hf:DIR or hf:ORG/NAME (on the hub) for the weights and
-    architecture of a Hugging Face model."""
+    architecture of a Hugging Face model; dcp:DIR (torch.distributed.checkpoint), deepspeed:DIR or nanotron:DIR for the
+    weights of other programs."""
     pretrained_checkpoint: str | None = option(None, role="start")
     """The model that fine-tuning starts from, in the forms of load; its weights alone are read, once. With lora_rank
     they stay frozen: every start reads them, and checkpoints in save hold the adapters alone."""

@@ -31,6 +31,9 @@ class ComputeConfig:
     (torch.compile between the matrix products), or OPERATION=NAME. The last one given for an operation wins."""
     deterministic: bool = option(False, role="free", aliases={"--deterministic-mode": True})
     """Make repeated runs bitwise equal, or refuse to run."""
+    batch_invariant: bool = option(False, role="free", aliases={"--batch-invariant-mode": True})
+    """Compute a token alike whatever is beside it in the batch, so that training, scoring and generation find the same
+    log-probabilities to the bit; on CPUs, with kernels of a fixed order of addition."""
     cuda_graph: str = option("auto", role="free", choices=("none", "optimizer", "step", "auto"))
     """Part captured and replayed as a CUDA graph: the optimizer, the whole step, or auto: on GPUs the step where it can
     be captured and micro-batches are so short that the host would be the limit, else none."""
@@ -41,15 +44,43 @@ class ComputeConfig:
     cuda_graph=optimizer|step and device=cpu
     E906 --cuda-graph {cuda_graph} needs a GPU, and this run uses a CPU
       fix: --cuda-graph none
+
+    batch_invariant and device=cuda
+    E926 --batch-invariant is for CPUs: on GPUs its kernels have not been tried
+      fix: --device cpu | drop --batch-invariant
+
+    batch_invariant and fp8_format
+    E926 --batch-invariant does not go with --fp8-format: tokens of a micro-batch share a scale
+      fix: drop --fp8-format | drop --batch-invariant
+
+    batch_invariant and attention_dropout>0
+    E926 --batch-invariant does not go with --attention-dropout {attention_dropout}: another kernel drops weights
+      fix: --attention-dropout 0 | drop --batch-invariant
+
+    batch_invariant and lora_rank
+    E926 --batch-invariant does not go with --lora-rank: products with adapters depend on the number of tokens
+      fix: drop --batch-invariant
+
+    batch_invariant and moe_expert_capacity_factor
+    E926 --batch-invariant does not go with --moe-expert-capacity-factor: other tokens decide which are dropped
+      fix: drop --moe-expert-capacity-factor | drop --batch-invariant
     """
+
+    @property
+    def kernel_words(self) -> tuple[str, ...]:
+        """The words that choose kernels."""
+        return (BATCH_INVARIANT,) if self.batch_invariant else self.kernels
 
     def check_kernels(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that every word of ``--kernels`` names an operation or an implementation that this model can use."""
         problems = list(kernel_problems(self.kernels))
+        if self.batch_invariant and self.kernels != ("auto",):
+            seen = f"--batch-invariant chooses the kernels, so --kernels {' '.join(self.kernels)} does not go with it"
+            problems.append(Problem("E926", seen, ("--kernels auto", "drop --batch-invariant")))
         yield from problems
-        if problems:
+        if problems or self.batch_invariant:
             return
-        choices = kernel_choices(self.kernels)
+        choices = kernel_choices(self.kernel_words)
         for operation, choice in choices.items() if config.training.device == "cpu" else ():
             on_cpu = CPU_KERNELS[:1] if operation == "fp8" else CPU_KERNELS
             if choice.alone and choice.name in KERNEL_CANDIDATES[operation] and choice.name not in on_cpu:
@@ -115,12 +146,12 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
     "causal_conv": ("causal_conv1d", "torch"),
     "state_space": ("mamba_ssm", "torch"),
     "gated_delta_rule": ("fla", "torch"),
-    "activation": ("triton", "compiled", "torch"),
+    "activation": ("triton", "compiled", "batch_invariant", "torch"),
     "dropout": ("compiled", "torch"),
     "cross_entropy": ("compiled", "torch"),
-    "attention": ("cudnn", "flash_attn", "varlen", "flex", "torch"),
-    "linear": ("apex", "addmm", "onednn", "torch"),
-    "grouped_linear": ("grouped_mm", "triton", "onednn", "torch"),
+    "attention": ("cudnn", "flash_attn", "varlen", "flex", "batch_invariant", "torch"),
+    "linear": ("apex", "addmm", "onednn", "batch_invariant", "torch"),
+    "grouped_linear": ("grouped_mm", "triton", "onednn", "batch_invariant", "torch"),
     "rows": ("triton", "torch"),
     "adam": ("triton", "apex", "torch"),
     "fp8": ("compiled", "scaled_mm", "torch"),
@@ -128,8 +159,11 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
 }
 """Implementations of every operation, in the order that ``auto`` tries; ``torch`` is always available."""
 
-CPU_KERNELS = ("torch", "compiled", "onednn")
+CPU_KERNELS = ("torch", "compiled", "onednn", "batch_invariant")
 """Implementations that run on CPUs; of ``fp8`` only the first does."""
+
+BATCH_INVARIANT = "batch_invariant"
+"""Implementations of --batch-invariant."""
 
 KERNEL_ALIASES = {"weight_gradient": "linear", "rotary": "split_qkv"}
 """Earlier names of operations."""
@@ -155,7 +189,7 @@ def kernel_choices(words: Sequence[str]) -> Mapping[str, KernelChoice]:
             choices[KERNEL_ALIASES.get(operation, operation)] = KernelChoice(name, alone=name != "auto")
         else:
             choices = {
-                op: KernelChoice(word if word in (*names, "auto") else "torch")
+                op: KernelChoice(word if word in (*names, "auto") else "torch", alone=word == BATCH_INVARIANT in names)
                 for op, names in KERNEL_CANDIDATES.items()
             }
     return choices

@@ -24,6 +24,9 @@ LOSS_NAMES = {
 }
 """Kinds of balancing losses -> Megatron-LM's names of them in logs."""
 
+PADDING = "padding"
+"""Name in ``MicroBatch.extra`` of bool ``[b, s]``, True for tokens that pad their sample; absent if none do."""
+
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class RouterOptions:

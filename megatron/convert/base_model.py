@@ -14,7 +14,7 @@ from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.tensor_file import tensor_bytes
 from megatron.config.errors import Problem, UserError
-from megatron.config.schemes import HUGGING_FACE_PREFIX, PEFT_PREFIX, split_scheme
+from megatron.config.schemes import FRAMEWORK_PREFIXES, HUGGING_FACE_PREFIX, PEFT_PREFIX, split_scheme
 from megatron.config.text import shell_word
 from megatron.convert.huggingface.config import model_folder, read_model_config
 from megatron.convert.huggingface.weights import open_files
@@ -49,6 +49,10 @@ class BaseModel:
         scheme, name = split_scheme(location)
         if scheme == PEFT_PREFIX:
             raise UserError([Problem("E806", f"{location} holds adapters, not a model", ("hf:DIR",))])
+        if scheme in FRAMEWORK_PREFIXES:
+            converted = f"python tools/convert_checkpoint.py --load {shell_word(location)} --save NEW"
+            sentence = f"{location} is a checkpoint of another program, from which adapters do not start"
+            raise UserError([Problem("E806", sentence, (converted,))])
         if scheme == HUGGING_FACE_PREFIX:
             folder = model_folder(name)
             place = folder.absolute() if folder == Path(name) else name

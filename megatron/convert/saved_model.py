@@ -98,11 +98,16 @@ class MergedWeights:
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
         """Return the elements of ``box`` of a tensor, in fp64 if there are adapters beside it."""
-        linear, _, local = name.rpartition(".")
-        if local != "weight" or f"{linear}.lora_b" not in self.specs:
+        if not self.changes(name):
             return self.base.read(name, view, box)
+        linear = name.removesuffix(".weight")
         merged = self._sum(linear, box)
         return merged.mul_(self._row_factors(linear)[box.slices[:-1]].unsqueeze(-1)) if self.model.lora_dora else merged
+
+    def changes(self, name: str) -> bool:
+        """Return True for a weight with adapters beside it."""
+        linear, _, local = name.rpartition(".")
+        return local == "weight" and f"{linear}.lora_b" in self.specs
 
     def fill(self, name: str, view: tuple[int, ...], box: Box, out: Tensor) -> None:
         """As :meth:`read`, into a tensor of shape ``box.size`` and any strides and floating-point type."""

@@ -1,4 +1,4 @@
-"""Open the model of any location: checkpoints of a run, ``hf:DIR``, ``megatron:DIR`` or ``peft:DIR``.
+"""Open the model of any location: checkpoints of a run, ``hf:DIR``, ``megatron:DIR``, ``peft:DIR`` and others.
 
 ``OPENERS`` has a function for each scheme; every program opens models with `open_source`. Imports neither torch nor
 what reads the weights before a model is opened.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from megatron.checkpoint.format import FOREIGN_READERS, Manifest, is_megatron_lm
 from megatron.checkpoint.location import Location, parse_location
 from megatron.config.errors import Problem, UserError
 from megatron.config.model import ModelConfig
-from megatron.config.schemes import HUGGING_FACE_PREFIX, MEGATRON_PREFIX, PEFT_PREFIX, split_scheme
+from megatron.config.schemes import FRAMEWORK_PREFIXES, HUGGING_FACE_PREFIX, MEGATRON_PREFIX, PEFT_PREFIX, split_scheme
 from megatron.config.text import shell_word
 from megatron.convert.huggingface.config import CONFIG_FILE, model_folder, read_model_config, refuse_outside_links
 from megatron.convert.megatron_lm.checkpoint import read_checkpoint
@@ -58,7 +59,8 @@ def open_source(location: str, options: SourceOptions = WHOLE) -> ModelSource:
 
     Args:
         location: a folder of checkpoints, or one of them, on a disk or in an object store; ``hf:DIR`` or
-            ``hf:ORG/NAME``; ``megatron:DIR``; ``peft:DIR``, an adapter that is added to the weights of its base.
+            ``hf:ORG/NAME``; ``megatron:DIR``; ``peft:DIR``, an adapter that is added to the weights of its base;
+            ``dcp:DIR``, ``deepspeed:DIR`` or ``nanotron:DIR``.
         options: which of its models, and how.
 
     Raises:
@@ -141,6 +143,15 @@ def open_huggingface(place: str, options: SourceOptions) -> HuggingFaceWeights:
     return HuggingFaceWeights(folder, options.model or read_model_config(folder))
 
 
+def open_other(scheme: str, place: str, options: SourceOptions) -> HuggingFaceWeights:
+    """Open the weights in a checkpoint of another program: ``dcp:DIR``, ``deepspeed:DIR`` or ``nanotron:DIR``."""
+    from megatron.convert.frameworks.source import open_framework
+
+    given = {"ckpt_step": options.step, "ema": options.average, "pretrained_checkpoint": options.pretrained}
+    _refuse(f"{scheme}DIR is the weights of one checkpoint; name its folder", given)
+    return open_framework(scheme, place, options.model, options.flag, options.follow_links)
+
+
 def open_peft(place: str, options: SourceOptions) -> PeftAdapters:
     """Open an adapter of PEFT, and the model that it belongs to."""
     from megatron.convert.huggingface.peft import PeftAdapters, find_named_base
@@ -169,6 +180,7 @@ OPENERS: Mapping[str, Callable[[str, SourceOptions], ModelSource]] = {
     HUGGING_FACE_PREFIX: open_huggingface,
     MEGATRON_PREFIX: open_megatron_lm,
     PEFT_PREFIX: open_peft,
+    **{scheme: partial(open_other, scheme) for scheme in FRAMEWORK_PREFIXES},
 }
 """Functions that open the model of a place, by the prefix of its scheme."""
 

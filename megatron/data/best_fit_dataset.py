@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.router import PADDING
 from megatron.data.dataset import Piece, Sample, SourceDataset, SourceUsage, Span, fingerprint, splitmix64
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import files_fingerprint, shuffle_dtype
@@ -260,7 +261,8 @@ class BestFitDataset(SourceDataset):
         held = sum(map(len, ids))
         text[:held], documents[:held] = np.concatenate(ids), np.repeat(np.arange(len(ids)), [*map(len, ids)])
         counts = (documents[1:] == documents[:-1]) & (documents[1:] < len(ids))
-        return Sample(text[:-1], text[1:], counts.astype(np.float32), documents[:-1])
+        padding = documents[:-1] == len(ids)
+        return Sample(text[:-1], text[1:], counts.astype(np.float32), documents[:-1], {PADDING: padding})
 
     def spans(self, i: int) -> tuple[Span, ...]:
         """See `Dataset.spans`."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron.config.data import DataConfig
 from megatron.config.data_paths import data_sources
 from megatron.config.files import SMALL_FILE_BYTES
-from megatron.config.schemes import HUGGING_FACE_PREFIX
+from megatron.config.schemes import WEIGHTS_PREFIXES, split_scheme
 from megatron.data.errors import DataError
 from megatron.data.prefixes import local_prefix, use_data_store
 from megatron.data.tokenizers.base import Tokenizer, read_tokenizer_file
@@ -58,10 +58,10 @@ def check_vocab_size(known: TokenizerRecord | None, vocab_size: int | None, weig
         if weights is None:
             raise DataError(seen, f"--vocab-size {known.vocab_size}")
         seen += f": the weights in {weights} have no more entries"
-        if not weights.startswith(HUGGING_FACE_PREFIX):  # a checkpoint does not record the flags of its tokenizer
+        if not weights.startswith(WEIGHTS_PREFIXES):  # a checkpoint does not record the flags of its tokenizer
             other_data = "data written with the tokenizer of the weights"
             raise DataError(seen, other_data, "new weights: drop --load, --save ANOTHER")
-        model = shlex.quote(weights.removeprefix(HUGGING_FACE_PREFIX))
+        model = shlex.quote(split_scheme(weights)[1])
         command = (
             "python tools/preprocess_data.py --input TEXT.jsonl --output-prefix PREFIX "
             f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.router import PADDING
 from megatron.config.text import counted
 from megatron.data.chat import Conversations
 from megatron.data.dataset import Dataset, Sample, SourceUsage, fingerprint, splitmix64
@@ -121,7 +122,9 @@ class PackedDataset(Dataset):
             tokens[here], labels[here] = data.ids[begin : end - 1], data.ids[begin + 1 : end]
             loss_mask[here] = data.answers[begin + 1 : end]
             documents[here] = document
-        extra = {} if data.per_line == 1 else self._preferences(members, loss_mask, documents)
+        extra: dict[str, NDArray[Any]] = {PADDING: documents == len(members)}
+        if data.per_line > 1:
+            extra |= self._preferences(members, loss_mask, documents)
         return Sample(tokens, labels, loss_mask, documents, extra)
 
     def _preferences(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.config.compute import ComputeConfig
+from megatron.config.compute import BATCH_INVARIANT, ComputeConfig
 from megatron.config.conditions import broken_rules, rules
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
@@ -27,6 +27,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.launch import init_distributed
 from megatron.distributed.mesh import Mesh
 from megatron.inference.text import Codec, InferenceError, load_tokenizer, open_codec, stop_ids
+from megatron.kernels.registry import Kernels, select_kernels
 from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.pipeline.plan import resolve_pipeline
@@ -48,11 +49,21 @@ class PretrainedModel:
         """The architecture."""
         return self.source.model
 
-    def build(self, mesh: Mesh, dtype: str | None, device: torch.device) -> GPTChunk:
-        """Build the model and read this rank's shards of the weights; ``dtype`` as of :meth:`build_frozen`."""
-        context = BuildContext(
-            mesh, GradAccumulator(), DTYPES[dtype or self.source.precision], device, draw_initial_values=False
-        )
+    def build(self, mesh: Mesh, dtype: str | None, device: torch.device, batch_invariant: bool = False) -> GPTChunk:
+        """Build the model and read this rank's shards of the weights.
+
+        Args:
+            mesh: the groups of the ranks.
+            dtype: as of :meth:`build_frozen`.
+            device: of this rank.
+            batch_invariant: compute with the kernels of ``--batch-invariant``.
+
+        Raises:
+            UserError: if these kernels cannot be used.
+        """
+        stored = DTYPES[dtype or self.source.precision]
+        kernels = select_kernels((BATCH_INVARIANT,), device, stored)[0] if batch_invariant else Kernels()
+        context = BuildContext(mesh, GradAccumulator(), stored, device, draw_initial_values=False, kernels=kernels)
         chunk = build_gpt(self.model, TrainingConfig(), context)
         fill_weights(chunk.specs, chunk.params, self.source)
         return chunk.eval()

@@ -115,6 +115,9 @@ class NextTokenModel(Protocol):
     def logits(self, tokens_BS: Tensor, cache: KVCache | None = None, last: int = 0) -> Tensor:
         """Return the logits ``[S, B, vocab]``, see :meth:`GPTChunk.logits`."""
 
+    def log_probs(self, logits_BV: Tensor, ids_B: Tensor) -> Tensor:
+        """Return the log-probability of an id under each row of logits, ``[B]``."""
+
 
 class PipelinedModel:
     """The stages of a model whose ranks compute in turn; all get the logits. Collective over a pipeline."""
@@ -133,18 +136,34 @@ class PipelinedModel:
         found = record(self._model, [batch], lambda hidden, _, output: output.logits(hidden[-last:]), cache)
         if cache is not None:
             cache.advance(tokens_BS.shape[1])
-        pipeline, config = self._model.mesh.pipeline, self._model.config
-        if not found:
-            dtype = torch.promote_types(DTYPES[config.precision.params_dtype], torch.float32)
-            shape = last or tokens_BS.shape[1], tokens_BS.shape[0], self.config.vocab
-            found = [torch.empty(shape, dtype=dtype, device=self.device)]
+        return self._share(found, (last or tokens_BS.shape[1], tokens_BS.shape[0], self.config.vocab))
+
+    def log_probs(self, logits_BV: Tensor, ids_B: Tensor) -> Tensor:
+        """Return the log-probability of an id under each row of logits, ``[B]``."""
+        last = [chunk.log_probs(logits_BV, ids_B) for chunk in self._model.chunks.values() if chunk.last]
+        return self._share(last, (len(ids_B),))
+
+    def _share(self, found: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+        """Return the result of the last stage, which alone has found it, on all."""
+        pipeline, precision = self._model.mesh.pipeline, self._model.config.precision
         if pipeline.size == 1:
             return found[0]
-        return comm.start_broadcast(found[0].contiguous(), pipeline, self._model.mesh.placement[-1]).wait()
+        dtype = torch.promote_types(DTYPES[precision.params_dtype], torch.float32)
+        result = found[0] if found else torch.empty(shape, dtype=dtype, device=self.device)
+        return comm.start_broadcast(result.contiguous(), pipeline, self._model.mesh.placement[-1]).wait()
 
 
 TokenCallback = Callable[[int, int, bool], None]
 """Called with the prompt's index, the token, and whether it is the prompt's last."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The new tokens of a prompt, and what the model gave them."""
+
+    tokens: list[int]
+    # Log-probability of each token: of the model, before temperature, top-k and top-p.
+    log_probs: list[float]
 
 
 def generate(
@@ -158,9 +177,28 @@ def generate(
     indices: Sequence[int] | None = None,
     is_complete: Callable[[Sequence[int]], bool] | None = None,
 ) -> list[list[int]]:
+    """Return the new token IDs of each prompt. Arguments and errors are those of :func:`generate_scored`."""
+    options = stop_ids, on_token, batch_size, indices, is_complete
+    found = _generate(chunk, prompts, max_new_tokens, sampling, *options, scored=False)
+    return [continuation.tokens for continuation in found]
+
+
+def generate_scored(
+    chunk: NextTokenModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: SamplingParams,
+    stop_ids: Collection[int] = (),
+    on_token: TokenCallback | None = None,
+    batch_size: int = 8,
+    indices: Sequence[int] | None = None,
+    is_complete: Callable[[Sequence[int]], bool] | None = None,
+) -> list[Continuation]:
     """Generate a continuation of each prompt. Collective over the ranks of the model; the result is equal on all.
 
-    A continuation depends on the prompt, its index and the seed, not on the other prompts of its batch.
+    A continuation depends on the prompt, its index and the seed, not on the other prompts of its batch. With
+    ``--batch-invariant`` its log-probabilities are those of :func:`megatron.inference.scoring.compute_logprobs` to the
+    bit.
 
     Args:
         chunk: the model; it is set to evaluation mode.
@@ -174,31 +212,50 @@ def generate(
         is_complete: returns True for new tokens that end a continuation, besides ``stop_ids``.
 
     Returns:
-        The new token IDs of each prompt.
+        The new token IDs of each prompt, with their log-probabilities.
 
     Raises:
         InferenceError: if the model cannot continue the prompts, or its logits are not finite.
     """
+    options = stop_ids, on_token, batch_size, indices, is_complete
+    return _generate(chunk, prompts, max_new_tokens, sampling, *options, scored=True)
+
+
+def _generate(
+    chunk: NextTokenModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: SamplingParams,
+    stop_ids: Collection[int],
+    on_token: TokenCallback | None,
+    batch_size: int,
+    indices: Sequence[int] | None,
+    is_complete: Callable[[Sequence[int]], bool] | None,
+    scored: bool,
+) -> list[Continuation]:
     check_prompts(chunk.config, prompts, max_new_tokens)
     chunk.eval()
-    new: list[list[int]] = [[] for _ in prompts]
+    found = [Continuation([], []) for _ in prompts]
     indices = range(len(prompts)) if indices is None else indices
     for batch in (range(i, min(i + batch_size, len(prompts))) for i in range(0, len(prompts), batch_size)):
         unfinished = set(batch)
         drawn = [indices[prompt] for prompt in batch]
-        for row, token in _generate_batch(chunk, prompts[batch.start : batch.stop], drawn, max_new_tokens, sampling):
+        members = prompts[batch.start : batch.stop]
+        for row, token, score in _generate_batch(chunk, members, drawn, max_new_tokens, sampling, scored):
             prompt = batch[row]
             if prompt in unfinished:
-                new[prompt].append(token)
-                last = token in stop_ids or len(new[prompt]) == max_new_tokens
-                if last or (is_complete is not None and is_complete(new[prompt])):
+                new = found[prompt].tokens
+                new.append(token)
+                found[prompt].log_probs.extend(score)
+                last = token in stop_ids or len(new) == max_new_tokens
+                if last or (is_complete is not None and is_complete(new)):
                     last = True
                     unfinished.discard(prompt)
                 if on_token is not None:
                     on_token(prompt, token, last)
             if not unfinished:
                 break
-    return new
+    return found
 
 
 def _generate_batch(
@@ -207,8 +264,9 @@ def _generate_batch(
     indices: Sequence[int],
     max_new_tokens: int,
     sampling: SamplingParams,
-) -> Iterator[tuple[int, int]]:
-    """Continue prompts of the given indices together, and yield (row, token) for each token."""
+    scored: bool,
+) -> Iterator[tuple[int, int, list[float]]]:
+    """Continue prompts of the given indices together; yield (row, token, log-probability if scored) for each token."""
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
     padding_B = torch.tensor([longest - length for length in lengths], device=chunk.device)
@@ -221,7 +279,8 @@ def _generate_batch(
         draws = [uniform_draw(sampling.seed, index, length + position) for index, length in places]
         draws_B = torch.tensor(draws, dtype=torch.float64).to(chunk.device)
         chosen_B = sample_tokens(logits_BV, sampling, draws_B)
-        yield from enumerate(chosen_B.tolist())
+        scores_BN = chunk.log_probs(logits_BV, chosen_B).unsqueeze(1) if scored else logits_BV[:, :0]
+        yield from zip(range(len(prompts)), chosen_B.tolist(), scores_BN.tolist())
         tokens_BS = chosen_B.unsqueeze(1)
 
 

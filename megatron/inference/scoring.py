@@ -22,6 +22,7 @@ from megatron.config.run import RunConfig
 from megatron.distributed import comm
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.layers.context import DTYPES
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
 from megatron.model.gpt import GPTChunk, LossSums
@@ -103,6 +104,8 @@ def score_tokens(
 ) -> list[tuple[list[float], list[bool]]]:
     """Return the log-probabilities of the last tokens of sequences, and whether each is the most likely.
 
+    A sequence is computed as in training, without dropout.
+
     Collective over all ranks, with the same requests on each; they are divided over data-parallel and context-parallel
     ranks, which read whole sequences here. Sequences of similar length are computed together.
 
@@ -117,6 +120,37 @@ def score_tokens(
     Raises:
         ValueError: if more tokens are to be scored than have one before them.
     """
+    (log_probs, greedy), starts = _scores(model, requests, batch_size).tolist(), _starts(requests)
+    return [(log_probs[start:stop], [score > 0 for score in greedy[start:stop]]) for start, stop in pairwise(starts)]
+
+
+def compute_logprobs(model: ComputingModel, tokens_BS: Tensor, batch_size: int = 8) -> Tensor:
+    """Return the log-probability of every token but the first of each sequence, as training computes them.
+
+    Collective over all ranks of the model, with the same tokens on each; see :func:`score_tokens`.
+
+    Args:
+        model: of any layout.
+        tokens_BS: int64 ids ``[B, S]``, S at least 2. Sequences that end earlier are padded at their ends with any id.
+        batch_size: sequences in a micro-batch.
+
+    Returns:
+        ``[B, S - 1]`` in at least fp32, equal on all ranks: entry ``[b, s]`` is that of ``tokens[b, s + 1]`` after the
+        tokens before it.
+    """
+    count = tokens_BS.shape[1] - 1
+    scores_2T = _scores(model, [(tokens, count) for tokens in tokens_BS.tolist()], batch_size)
+    dtype = torch.promote_types(DTYPES[model.config.precision.params_dtype], torch.float32)
+    return scores_2T[0].view(-1, count).to(dtype)
+
+
+def _starts(requests: Sequence[tuple[Sequence[int], int]]) -> list[int]:
+    """Return where the scores of each request begin, and where the last ends."""
+    return list(accumulate((count for _, count in requests), initial=0))
+
+
+def _scores(model: ComputingModel, requests: Sequence[tuple[Sequence[int], int]], batch_size: int) -> Tensor:
+    """Return log-probabilities, and 1 where a token is the most likely, of all requests in turn: fp64 ``[2, T]``."""
     if any(count >= len(tokens) for tokens, count in requests):
         raise ValueError("nothing predicts the first token of a sequence")
     order = sorted(range(len(requests)), key=lambda index: -len(requests[index][0]))
@@ -125,7 +159,7 @@ def score_tokens(
     rounds = -(-len(groups) // readers.size)  # all ranks compute equally many, because they may share weights
     mine = [groups[min(place, len(groups) - 1)] for place in range(readers.rank, rounds * readers.size, readers.size)]
     own = rounds if readers.rank + (rounds - 1) * readers.size < len(groups) else rounds - 1
-    starts = list(accumulate((count for _, count in requests), initial=0))
+    starts = _starts(requests)
     # Every score has one source, so that sums over ranks are exact.
     scores_2T = torch.zeros(2, starts[-1], dtype=torch.float64, device=model.device)
     for first in range(0, rounds, BATCHES_PER_PASS):
@@ -136,9 +170,7 @@ def score_tokens(
                 tokens, count = requests[index]
                 scored = slice(len(tokens) - 1 - count, len(tokens) - 1)
                 scores_2T[:, starts[index] : starts[index + 1]] = torch.stack([score[row, scored] for score in scores])
-    comm.all_reduce(comm.all_reduce(scores_2T, readers), model.mesh.pipeline)
-    log_probs, greedy = scores_2T[0].tolist(), (scores_2T[1] > 0).tolist()
-    return [(log_probs[start:stop], greedy[start:stop]) for start, stop in pairwise(starts)]
+    return comm.all_reduce(comm.all_reduce(scores_2T, readers), model.mesh.pipeline)
 
 
 def log_likelihoods(

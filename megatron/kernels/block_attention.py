@@ -143,11 +143,13 @@ def block_attention(
         scores: how products of queries and keys become scores, and the sink.
     """
     inputs = q_SBND, k_SBGD, v_SBGD, scores.sink
-    y: Tensor = _BlockAttention.apply(*inputs, mask, dropout, key_values, replace(scores, sink=None))
+    y: Tensor = BlockAttention.apply(*inputs, mask, dropout, key_values, replace(scores, sink=None))
     return y
 
 
-class _BlockAttention(torch.autograd.Function):
+class BlockAttention(torch.autograd.Function):
+    """Attention tile by tile, see :func:`block_attention`; the arguments are the same."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -160,6 +162,7 @@ class _BlockAttention(torch.autograd.Function):
         key_values: KeyValues,
         scores: AttentionScores,
     ) -> Tensor:
+        """Compute the attention; see :func:`block_attention`."""
         s, b, n, _ = q_SBND.shape
         dtype = torch.promote_types(q_SBND.dtype, torch.float32)
         pad, width = _padding(dropout, scores), v_SBGD.shape[3]
@@ -195,6 +198,7 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_SBND: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of queries, keys, values and the sink, tile by tile."""
         q_SBND, k_SBGD, v_SBGD, sink_N, y_SBND, lse_BNS = ctx.saved_tensors
         dsink_N = None
         if sink_N is not None:  # P (dP - sum(dy y)) of a key whose value is zero

@@ -32,6 +32,12 @@ class LinearKernel(NamedTuple):
     # (target_OI, x_TI, dy_TO, beta=1.0): target = beta * target + dy^T x, with beta 0 or 1. The target is at least
     # fp32; with beta 0 its content is ignored. The product is never rounded to the dtype of x.
     weight_gradient: Callable[..., None]
+    # For projections that are no layers of their own, differentiable: ``forward``, and (function, x) -> function(x) of
+    # each element.
+    differentiable: Callable[..., Tensor] = F.linear
+    elementwise: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = lambda function, x: function(x)
+    # Generation may multiply weights in another order than training, where that is faster.
+    reassociates: bool = True
 
 
 def input_gradient(dy_TO: Tensor, weight_OI: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -84,6 +84,11 @@ class Operation:
 
     candidates: Mapping[str, Candidate]
     checks: Callable[[], Sequence[KernelCheck]]
+
+    def including(self, name: str, candidate: Candidate) -> Operation:
+        """Return the operation with one more candidate before ``torch``."""
+        fused = {word: other for word, other in self.candidates.items() if word != "torch"}
+        return replace(self, candidates=fused | {name: candidate, "torch": self.candidates["torch"]})
 
 
 def combine(parts: Sequence[tuple[Any, Covers | None]]) -> Any:

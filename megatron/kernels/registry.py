@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from megatron.config.attention_pattern import AttentionPattern
-from megatron.config.compute import KERNEL_CANDIDATES, KernelChoice, kernel_choices
+from megatron.config.compute import BATCH_INVARIANT, KERNEL_CANDIDATES, KernelChoice, kernel_choices
 from megatron.config.errors import Problem, UserError
 from megatron.config.plugins import registered
+from megatron.kernels import batch_invariant
 from megatron.kernels.activation import ACTIVATION, ActivationKernel, activation
 from megatron.kernels.adam import ADAM, AdamKernel, adam
 from megatron.kernels.attention import ATTENTION, sdpa
@@ -73,6 +74,10 @@ OPERATIONS: dict[str, Operation] = {
     "grouped_linear": GROUPED_LINEAR,
     "rows": ROWS,
     "adam": ADAM,
+}
+OPERATIONS |= {
+    name: OPERATIONS[name].including(BATCH_INVARIANT, candidate)
+    for name, candidate in batch_invariant.CANDIDATES.items()
 }
 """Operations by the field names of :class:`Kernels`, with the candidates that ``KERNEL_CANDIDATES`` lists."""
 
@@ -194,6 +199,9 @@ def _try(
 
 
 def _refused(operation: str, name: str, refusal: _Refusal) -> Problem:
+    if name == BATCH_INVARIANT:
+        sentence = f"--batch-invariant cannot be used ({operation}): {refusal.reason}"
+        return Problem("E926", sentence, ("--device cpu", "drop --batch-invariant"))
     fixes = (f"--kernels {operation}=auto", f"--kernels {operation}=torch")
     if refusal.code == "E902":
         sentence = f"--deterministic does not go with --kernels {operation}={name}: {refusal.reason}"

@@ -21,7 +21,7 @@ from megatron.distributed import mappings
 from megatron.distributed.random import stable_hash
 from megatron.kernels.attention_mask import FULL, PLAIN_SCORES, AttentionMask, AttentionScores
 from megatron.kernels.block_attention import AttentionDropout, block_attention
-from megatron.kernels.linear import with_bias_gradient
+from megatron.kernels.linear import LinearKernel, with_bias_gradient
 from megatron.kernels.qkv import HeadNorms
 from megatron.layers.context import BuildContext, ForwardContext, MixerOutput
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -130,7 +130,7 @@ class SelfAttention(nn.Module):
             k_SBGD, v_SBGD = ctx.cache.extend(self.name, k_SBGD, v_SBGD)
         y_SBO = self.core_attention(q_SBND, k_SBGD, v_SBGD, ctx)
         if gate_SBO is not None:
-            y_SBO = _Gated.apply(y_SBO, gate_SBO)
+            y_SBO = _Gated.apply(y_SBO, gate_SBO, self.kernels.linear)
         return MixerOutput(self.linear_proj(y_SBO), self.linear_proj.bias)
 
     def _split_gate(self, qkv_SBO: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,17 +164,17 @@ class _Gated(torch.autograd.Function):
     """``y sigmoid(gate)`` in at least fp32 (Qwen3-Next; arXiv 2505.06708); keeps its inputs only."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, gate: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, gate: Tensor, kernel: LinearKernel) -> Tensor:
         ctx.save_for_backward(y, gate)
-        return (y * _sigmoid(gate)).to(y.dtype)
+        return (y * kernel.elementwise(_sigmoid, gate)).to(y.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, Tensor, None]:
         y, gate = ctx.saved_tensors
         factor = _sigmoid(gate)
         dfactor = dz.to(factor.dtype) * y
-        return (dz * factor).to(y.dtype), (dfactor * factor * (1.0 - factor)).to(gate.dtype)
+        return (dz * factor).to(y.dtype), (dfactor * factor * (1.0 - factor)).to(gate.dtype), None
 
 
 def _sigmoid(gate: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class LatentAttention(nn.Module):
         self.linear_kv_down_proj = ReplicatedLinear(context.submodule("linear_kv_down_proj"))
         self.linear_kv_up_proj = ColumnParallelLinear(context.submodule("linear_kv_up_proj"))
         plain = type(self.linear_kv_up_proj.product) is PlainProduct and self.linear_kv_up_proj.bias is None
-        self.can_absorb = plain and not context.sequence_parallel
+        self.can_absorb = plain and not context.sequence_parallel and context.kernels.linear.reassociates
         self.linear_proj = RowParallelLinear(context.submodule("linear_proj"))
         self.q_layernorm: Norm | None = None
         self.kv_layernorm: Norm | None = None

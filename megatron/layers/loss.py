@@ -91,6 +91,7 @@ class OutputLayer(nn.Module):
         self.shares_gradient = self.name in context.params and context.mesh.layout.sizes["pp"] > 1
         self.weight = owner.parameter("weight")
         self.sequence_parallel, self.entries = context.sequence_parallel, spec.shape[0]
+        self.local_rows = spec.local_view[0]
         self.scaling = config.logits_scaling
         self.losses = nn.Identity()  # the loss of each token ``[T]`` passes it, for hooks of components
         first, held = context.tp.rank * spec.local_view[0], sum(piece.global_box.size[0] for piece in spec.pieces)
@@ -224,11 +225,20 @@ class OutputLayer(nn.Module):
         if self.sequence_parallel:
             raise ValueError("logits are for inference, which runs without sequence parallelism")
         dtype = torch.promote_types(x_SBH.dtype, torch.float32)
-        local_SBV = self.vocabulary.kernels.linear.forward(self._scaled(x_SBH), self.weight, None).to(dtype)
-        if (softcap := self.vocabulary.softcap) is not None:
-            local_SBV.div_(softcap).tanh_().mul_(softcap)
+        local_SBV = self.vocabulary.logits(self._scaled(x_SBH), self.weight)[0].to(dtype)
         parts_PSBV = mappings.gather_rows(local_SBV.unsqueeze(0), self.vocabulary.group)
         return parts_PSBV.movedim(0, 2).flatten(2)[..., : self.entries]
+
+    @torch.no_grad()
+    def log_probs(self, logits_BV: Tensor, ids_B: Tensor) -> Tensor:
+        """Return the log-probability of an id under each row of :meth:`logits`, ``[B]``, equal on all TP ranks.
+
+        The sums are those of :meth:`token_scores`, in the same order.
+        """
+        vocabulary = self.vocabulary
+        held_BV = logits_BV[:, vocabulary.first : vocabulary.first + vocabulary.held]
+        local_BV = nn.functional.pad(held_BV, (0, self.local_rows - vocabulary.held)).clone()
+        return -_chunk_loss(local_BV, ids_B, torch.ones_like(local_BV[:, 0]), vocabulary).loss
 
     def _scaled(self, x_SBH: Tensor) -> Tensor:
         """Divide the hidden states instead of the logits, which are larger."""

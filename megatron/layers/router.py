@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
-from megatron.config.router import LOSS_NAMES
+from megatron.config.router import LOSS_NAMES, PADDING
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import stable_hash
+from megatron.kernels.linear import TORCH_LINEAR, LinearKernel
 from megatron.layers.context import DTYPES, BuildContext, ForwardContext, Losses
 from megatron.layers.recompute import is_recomputing
 
@@ -100,7 +101,7 @@ class Router(nn.Module):
         """Choose experts for the tokens of a micro-batch."""
         config, topk = self.config, self.config.moe_router_topk
         logits_SBE = self._logits(x_SBH, ctx)
-        scores_SBE = expert_scores(logits_SBE, config.moe_router_score_function)
+        scores_SBE = expert_scores(logits_SBE, config.moe_router_score_function, self.context.kernels.linear)
         keys_TE = self._keys(logits_SBE, scores_SBE).flatten(0, 1)
         experts_TK = choose(
             keys_TE, topk, config.moe_router_num_groups, config.moe_router_group_topk, config.group_score_topk
@@ -122,7 +123,7 @@ class Router(nn.Module):
         """Return the logits ``[S, B, E]``; random ones if the balance is forced."""
         dtype = torch.promote_types(x_SBH.dtype, DTYPES[self.config.moe_router_dtype])
         bias = None if self.bias is None else self.bias.to(dtype)
-        logits_SBE = F.linear(x_SBH.to(dtype), self.weight.to(dtype), bias)
+        logits_SBE = self.context.kernels.linear.differentiable(x_SBH.to(dtype), self.weight.to(dtype), bias)
         if not self.config.moe_router_force_load_balancing:
             return logits_SBE
         key = stable_hash(ctx.seed, ctx.batch.step, self.context.name("weight"))
@@ -165,7 +166,8 @@ class Router(nn.Module):
         """Return the weights of the chosen experts."""
         config, several = self.config, self.config.moe_router_topk > 1
         if self._uses_sinkhorn:
-            return (scores_TE if several else logits_TE.sigmoid()).gather(-1, experts_TK)
+            sigmoid_TE = scores_TE if several else self.context.kernels.linear.elementwise(torch.sigmoid, logits_TE)
+            return sigmoid_TE.gather(-1, experts_TK)
         if config.moe_router_score_function != "softmax":
             weights_TK = scores_TE.gather(-1, experts_TK)
             weights_TK = normalized(weights_TK) if several else weights_TK
@@ -190,23 +192,30 @@ class Router(nn.Module):
         losses: dict[str, Tensor] = {}
         config = self.config
         # unmasked tokens of each sample: none for one that pads the batch, which then does not count
-        counted_B = comm.all_reduce(batch.loss_mask.sum(1).to(scores_SBE.dtype), self.context.mesh.group("cp"))
-        chosen_BE = best_BE = count_choices(experts_TK, scores_SBE)
+        sums, real_SB = [batch.loss_mask.sum(1).to(scores_SBE.dtype)], None
+        if (padding_BS := batch.extra.get(PADDING)) is not None:  # nor do tokens that pad a sample
+            sums.append((~padding_BS).sum(1).to(scores_SBE.dtype))
+            real_SB = ~self._own_rows(padding_BS, len(scores_SBE))
+            scores_SBE = scores_SBE * real_SB.unsqueeze(-1)
+            kept_TK = None if kept_TK is None else kept_TK | ~real_SB.view(-1, 1)
+        counted_B, *lengths = comm.all_reduce(torch.stack(sums), self.context.mesh.group("cp"))
+        length_B1 = lengths[0].clamp(min=1.0).unsqueeze(-1) if lengths else batch.length
+        chosen_BE = best_BE = count_choices(experts_TK, scores_SBE, real_SB)
         by_more = config.moe_router_enable_expert_bias or config.moe_router_num_groups is not None
         if by_more and config.balancing_losses:
             best_TK = scores_SBE.detach().flatten(0, 1).topk(config.moe_router_topk).indices
-            best_BE = count_choices(best_TK, scores_SBE)
+            best_BE = count_choices(best_TK, scores_SBE, real_SB)
         if not is_recomputing():
             self.loads.add(counted_B > 0, chosen_BE, best_BE, kept_TK)
         for name, coefficient in self.coefficients.items():
             if name == "z_loss":
                 losses[name] = coefficient * self._z_loss(logits_SBE, batch)
             else:
-                losses[name] = coefficient * self._balancing_loss(name, scores_SBE, best_BE, counted_B, batch.length)
+                losses[name] = coefficient * self._balancing_loss(name, scores_SBE, best_BE, counted_B, length_B1)
         return losses
 
     def _balancing_loss(
-        self, name: str, scores_SBE: Tensor, chosen_BE: Tensor, counted_B: Tensor, length: int
+        self, name: str, scores_SBE: Tensor, chosen_BE: Tensor, counted_B: Tensor, length_B1: int | Tensor
     ) -> Tensor:
         """Return ``E sum_e f_e P_e`` (arXiv 2101.03961) of every sequence, times its unmasked tokens, summed.
 
@@ -222,19 +231,24 @@ class Router(nn.Module):
             f_BE = self.loads.fractions().to(probs_SBE.dtype).unsqueeze(0)
         else:
             chosen_BE = comm.all_reduce(chosen_BE.to(probs_SBE.dtype), self._sequence_group)
-            f_BE = chosen_BE * (experts / (self.config.moe_router_topk * length))
+            f_BE = chosen_BE * (experts / (self.config.moe_router_topk * length_B1))
+        counted_B1 = counted_B.unsqueeze(-1)
         if name == LOSS_NAMES["aux_loss"]:
-            real_B = (counted_B > 0).to(f_BE.dtype)  # samples that pad the batch do not enter the mean
-            weight_B = real_B / real_B.sum().clamp(min=1.0)
-            f_BE, counted_B = weight_B @ f_BE, real_B * (weight_B @ counted_B)
-        return (f_BE * probs_SBE.sum(0) * counted_B.unsqueeze(-1)).sum() / length
+            # samples that pad the batch do not enter the mean
+            tokens_B1 = (counted_B1 > 0).to(f_BE.dtype) * length_B1
+            total = tokens_B1.sum().clamp(min=1.0)
+            f_BE, counted_B1 = (tokens_B1 / total).t() @ f_BE, tokens_B1 * (counted_B1.sum() / total)
+        return (f_BE * probs_SBE.sum(0) * (counted_B1 / length_B1)).sum()
 
     def _z_loss(self, logits_SBE: Tensor, batch: MicroBatch) -> Tensor:
         """Return the squared log-partition summed over unmasked tokens (arXiv 2202.08906)."""
-        rows = logits_SBE.shape[0]
-        first = self.context.tp.rank * rows if self.context.sequence_parallel else 0
-        mask_SB = batch.loss_mask.t()[first : first + rows]
+        mask_SB = self._own_rows(batch.loss_mask, len(logits_SBE))
         return (logits_SBE.logsumexp(-1).square() * mask_SB).sum()
+
+    def _own_rows(self, column_BS: Tensor, rows: int) -> Tensor:
+        """Return the rows of this rank, ``[S(/tp), B]``."""
+        first = self.context.tp.rank * rows if self.context.sequence_parallel else 0
+        return column_BS.t()[first : first + rows]
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -250,11 +264,12 @@ class _StraightThrough(torch.autograd.Function):
         return dy, None
 
 
-def expert_scores(logits_SBE: Tensor, function: str) -> Tensor:
+def expert_scores(logits_SBE: Tensor, function: str, kernel: LinearKernel = TORCH_LINEAR) -> Tensor:
     """Return the scores of the experts, of the shape of the logits."""
     if function == "softmax":
         return logits_SBE.softmax(-1)
-    return logits_SBE.sigmoid() if function == "sigmoid" else F.softplus(logits_SBE).sqrt()
+    score = torch.sigmoid if function == "sigmoid" else lambda x: F.softplus(x).sqrt()
+    return kernel.elementwise(score, logits_SBE)
 
 
 def normalized(scores: Tensor) -> Tensor:
@@ -283,10 +298,12 @@ def choose(
     return keys_TE.topk(topk).indices
 
 
-def count_choices(experts_TK: Tensor, scores_SBE: Tensor) -> Tensor:
-    """Return how often each expert is chosen in each sample, int64 ``[B, E]``."""
+def count_choices(experts_TK: Tensor, scores_SBE: Tensor, real_SB: Tensor | None = None) -> Tensor:
+    """Return how often each expert is chosen in each sample, int64 ``[B, E]``, by the tokens that are real."""
     rows, samples, experts = scores_SBE.shape
     chosen_SBKE = experts_TK.view(rows, samples, -1, 1) == torch.arange(experts, device=experts_TK.device)
+    if real_SB is not None:
+        chosen_SBKE = chosen_SBKE & real_SB[..., None, None]
     return chosen_SBKE.sum((0, 2))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
@@ -34,5 +34,6 @@ class SharedExpert(MLP):
     def _apply_gate(self, x_SBH: Tensor, output: MixerOutput) -> MixerOutput:
         y_SBH = output.sum()
         if self.gate_weight is not None:
-            y_SBH = y_SBH * F.linear(x_SBH, self.gate_weight).sigmoid()
+            gate_SB1 = self.kernels.linear.differentiable(x_SBH, self.gate_weight)
+            y_SBH = y_SBH * self.kernels.linear.elementwise(torch.sigmoid, gate_SB1)
         return MixerOutput(y_SBH)

@@ -145,6 +145,16 @@ class GPTChunk(nn.Module):
         _, n_SBH = self.final_layernorm(Residual(residual.sum()[-last:]))  # -0 is the first row
         return self.output_layer.logits(n_SBH)
 
+    def log_probs(self, logits_BV: Tensor, ids_B: Tensor) -> Tensor:
+        """Return the log-probability of an id under each row of :meth:`logits`, ``[B]``.
+
+        Raises:
+            ValueError: when the chunk has no output layer.
+        """
+        if self.output_layer is None:
+            raise ValueError("only the last chunk has an output layer")
+        return self.output_layer.log_probs(logits_BV, ids_B)
+
     def _forward_context(self, batch: MicroBatch, cache: KVCache | None = None) -> ForwardContext:
         s, device, context = batch.tokens.shape[1], batch.tokens.device, self.context
         rotary = {table: embedding(s, batch.positions) for table, embedding in self.rotary.items()}

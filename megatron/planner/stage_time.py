@@ -331,7 +331,7 @@ def _common_options(config: RunConfig, cluster: Cluster) -> tuple[object, ...]:
         id(cluster),
         config.model,
         config.precision,
-        config.compute.kernels,
+        config.compute.kernel_words,
         config.data.reset_attention_mask,
         config.data.reset_position_ids,
         *(getattr(config.parallel, name) for name in SEEN_OF_PARALLEL),

@@ -115,7 +115,7 @@ def choose_kernels(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple
     softcap = whole and config.model.attn_logit_softcapping is not None
     unused = unused_operations(config.model)
     kernels, notes = select_kernels(
-        compute.kernels, device, dtype, compute.deterministic, unfused, fp8, patterns, softcap, unused
+        compute.kernel_words, device, dtype, compute.deterministic, unfused, fp8, patterns, softcap, unused
     )
     check_same_kernels(notes[0], mesh.world)
     return kernels, notes

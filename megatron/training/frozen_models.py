@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.config.errors import Problem, UserError
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
-from megatron.config.schemes import HUGGING_FACE_PREFIX
+from megatron.config.schemes import WEIGHTS_PREFIXES
 from megatron.config.text import flag
 from megatron.convert.sources import SourceOptions, open_source
 from megatron.convert.weight_source import ModelSource, fill_weights
@@ -162,7 +162,7 @@ def frozen_location(config: RunConfig) -> str:
     """
     name, start = FROZEN_MODELS[config.training.objective], config.checkpoint.first_start
     location: str | None = getattr(config.training, name)
-    starts = start.resume_mode == "weights-only" or str(start.load).startswith(HUGGING_FACE_PREFIX)
+    starts = start.resume_mode == "weights-only" or str(start.load).startswith(WEIGHTS_PREFIXES)
     if location is None and name == "reference_model" and starts and start.ckpt_step is None:
         location = start.load
     if location is None:

@@ -26,12 +26,12 @@ from megatron.arguments.phases import (
     read_phases,
 )
 from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.framework_folders import find_config_folder
 from megatron.config.batch import WHOLE_RUN, Origin
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch, end_refused_start
 from megatron.config.phases import Phase
 from megatron.config.run import RunConfig
-from megatron.config.schemes import split_scheme
 from megatron.config.text import echo
 from megatron.convert.huggingface.config import build_config_json, model_folder, read_model_values
 from megatron.data.blend_usage import blend_usage
@@ -161,7 +161,7 @@ def with_tokenizer(config: RunConfig) -> RunConfig:
         return config
     source = find_resume_source(config.checkpoint.first_start)
     if source.weights is not None:
-        folder = model_folder(split_scheme(source.weights)[1])
+        folder = model_folder(find_config_folder(source.weights) or Path())
     elif source.paths:  # the manifest of the first is valid
         folder = Path(str(Manifest.open(source.paths[0]).folder), "tokenizer")
     if source.fresh or not (folder / TOKENIZER_JSON).is_file():

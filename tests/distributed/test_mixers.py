@@ -291,7 +291,7 @@ def test_an_export_comes_back_to_the_bit(folder: Path, capsys: pytest.CaptureFix
     saved = write_checkpoint(folder / "run" / "iter_0000007", tiny(**LLAMA_LIKE))
     export = ["--plugin", NAME, "--load", str(folder / "run"), "--save-hf"]
     assert convert([*export, str(folder / "hf")]) == 0
-    assert "not compared with transformers, which has no model of this type" in capsys.readouterr().out
+    assert "not compared with transformers" in capsys.readouterr().out
     written = json.loads((folder / "hf" / "config.json").read_text())
     assert (written["model_type"], written["layer_pattern"], written["num_hidden_layers"]) == (
         "gated_linear", "L-L-*-", 3,

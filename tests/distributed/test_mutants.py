@@ -22,13 +22,15 @@ from tests.distributed.detect import Detector
 from tests.distributed.detect_experts import EXPERTS
 from tests.distributed.detect_records import RECORDS
 from tests.distributed.detect_saves import SAVES
+from tests.distributed.detect_streams import STREAMS
 from tests.distributed.grid import RECOMPUTE, STATES
 from tests.distributed.sites import Call, Site, broken, calls, mutations, strays, watching
 from tests.kit.cases import Case, run_case
 from tests.kit.pool import PATIENCE, Pool, RankError
+from tests.known_bugs.bugs import BUGS
 from tools.lib.verify_parallel import RankTrace, join_traces
 
-DETECTORS = detect.DETECTORS | EXPERTS | SAVES | RECORDS
+DETECTORS = detect.DETECTORS | EXPERTS | SAVES | RECORDS | STREAMS
 
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/training/callbacks/health.py", "report", "max", "doubled"): "the maximum of equal numbers is theirs",
@@ -289,6 +291,9 @@ AGAIN = FAULTS.keys() - FIRST.values()
 """Faults that are made in a layout before."""
 FAULTS |= RECURRENT_FAULTS | SLOW_FAULTS
 NOTICING = DETECTORS | detect.OF_RECURRENCES
+REPORTED = [(bug.detector, bug.plant) for bug in BUGS.values()]
+KNOWN = {name for name, (detector, fault) in FAULTS.items() if (NOTICING[detector], fault) in REPORTED}
+"""Faults that tests/known_bugs plants in the same job."""
 
 
 def run_faulty(rank: int, world_size: int, name: str) -> Any:
@@ -298,7 +303,7 @@ def run_faulty(rank: int, world_size: int, name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in AGAIN | SLOW_FAULTS.keys() else ()) for n in FAULTS]
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in AGAIN | KNOWN | SLOW_FAULTS.keys() else ()) for n in FAULTS]
 )
 def test_a_known_fault_is_noticed(pool: Pool, name: str) -> None:
     assert verdict(pool, NOTICING[FAULTS[name][0]], run_faulty, name) == "wrong"

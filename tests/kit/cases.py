@@ -21,6 +21,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plugins import load_plugins
 from megatron.config.precision import PrecisionConfig
+from megatron.config.router import PADDING
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.data.later_tokens import columns_of_samples
@@ -99,12 +100,14 @@ class PackedConversations(MaskBuilder):
     ) -> BatchArrays:
         """Derive the masks from the ids, so that they are the same wherever the sample is read."""
         loss_mask, documents = np.empty(tokens.shape, np.float32), np.empty(tokens.shape, np.int64)
+        padding = np.empty(tokens.shape, np.bool_)
         for i, row in enumerate(tokens):
             random, length = np.random.RandomState(row.sum()), len(row)
             cuts = np.sort(random.choice(np.arange(1, length), random.randint(1, 6), replace=False))
             documents[i] = np.searchsorted(cuts, np.arange(length), side="right")
-            loss_mask[i] = (random.rand(length) < 0.5) & (documents[i] < len(cuts))  # the last one is padding
-        return super().build(tokens, labels, loss_mask, documents)
+            padding[i] = documents[i] == len(cuts)  # the last one
+            loss_mask[i] = (random.rand(length) < 0.5) & ~padding[i]
+        return super().build(tokens, labels, loss_mask, documents)._replace(extra={PADDING: padding})
 
 
 OPTIMIZER = OptimizerConfig(adam_eps=1e-5)
@@ -293,11 +296,14 @@ def batch_of(case: Case, ids: Tensor, mask: Tensor, step: int = 0) -> MicroBatch
     positions, documents = (None if c is None else torch.from_numpy(c) for c in columns[3:5])
     samples = torch.arange(case.samples) + step * case.samples
     restarts = case.documents.reset_pattern
-    batch = MicroBatch(tokens, labels, mask * counts, samples, step, positions, documents, pattern_restarts=restarts)
+    extra = {name: torch.from_numpy(column) for name, column in columns.extra.items()}
+    batch = MicroBatch(
+        tokens, labels, mask * counts, samples, step, positions, documents, pattern_restarts=restarts, extra=extra
+    )
     if case.model.mtp_num_layers:
         arrays = columns._replace(loss_mask=batch.loss_mask.numpy())
         later = columns_of_samples(case.model.mtp_num_layers, arrays, case.documents.eod)
-        batch = replace(batch, extra={name: torch.from_numpy(column) for name, column in later.items()})
+        batch = replace(batch, extra=extra | {name: torch.from_numpy(column) for name, column in later.items()})
     return batch
 
 

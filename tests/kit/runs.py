@@ -49,9 +49,9 @@ FLAGS = (
 )
 
 
-def tiny_run(folder: Path, flags: str = "", world_size: int = 1) -> RunConfig:
-    """The configuration of ``pretrain_gpt.py`` with ``FLAGS`` and more ``flags``; records go to ``folder``."""
-    argv = [*FLAGS.split(), *flags.split(), "--run-dir", str(folder)]
+def tiny_run(folder: Path, flags: str = "", world_size: int = 1, base: str = FLAGS) -> RunConfig:
+    """The configuration of ``pretrain_gpt.py`` with ``base`` and more ``flags``; records go to ``folder``."""
+    argv = [*base.split(), *flags.split(), "--run-dir", str(folder)]
     environ = {"RANK": "0", "WORLD_SIZE": str(world_size)}
     return parse(argv, environ, read_model=read_model_values).config
 
@@ -285,7 +285,12 @@ PROCESS_SECONDS = 120.0
 
 
 def run_in_process(
-    folder: Path, flags: str, kill_after: int = 0, ready: Callable[[], bool] = lambda: True, **environment: str
+    folder: Path,
+    flags: str,
+    kill_after: int = 0,
+    ready: Callable[[], bool] = lambda: True,
+    base: str = FLAGS,
+    **environment: str,
 ) -> int:
     """Start the run in a process of its own, and wait for its end.
 
@@ -294,6 +299,7 @@ def run_in_process(
         flags: more of them.
         kill_after: step after which it waits, and the process and its children get SIGKILL; 0 for never.
         ready: asked again and again when it waits there, until the time has come.
+        base: flags that every run has.
         environment: more of its variables.
 
     Returns:
@@ -306,7 +312,7 @@ def run_in_process(
     output = folder.with_name(f"{folder.name}.output")
     with patch.dict(os.environ):
         os.environ.pop("WANDB_SERVICE", None)  # of an earlier start
-        program = ForkedProgram(_run_and_wait, folder, kill_after, flags, output=output, environment=environment)
+        program = ForkedProgram(_run_and_wait, folder, kill_after, flags, base, output=output, environment=environment)
     with program:
         while program.poll() is None:
             if kill_after and _reached(folder, kill_after) and ready():
@@ -318,10 +324,10 @@ def run_in_process(
         return program.wait(0.0)
 
 
-def _run_and_wait(folder: Path, wait_after: int, flags: str) -> int:
+def _run_and_wait(folder: Path, wait_after: int, flags: str, base: str) -> int:
     """The process itself."""
     waiting = before_step(wait_after + 1 if wait_after else 0, lambda trainer: time.sleep(PROCESS_SECONDS))
-    printed = start(tiny_run(folder, flags), waiting)
+    printed = start(tiny_run(folder, flags, base=base), waiting)
     print(printed.out, printed.err, sep="\n")
     return printed.status or 0
 

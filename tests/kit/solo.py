@@ -208,11 +208,12 @@ class Allocations(TorchDispatchMode):
 
     Attributes:
         largest: bytes of the largest one.
+        peak: the most bytes of them that existed at a time.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0
+        self.largest = self.peak = 0
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
@@ -226,10 +227,15 @@ class Allocations(TorchDispatchMode):
                 continue
             self.largest = max(self.largest, storage.nbytes())
             self._made[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+            self.peak = max(self.peak, self._existing)
         return out
+
+    @property
+    def _existing(self) -> int:
+        return sum(size for storage, size in self._made.values() if not storage.expired())
 
     @property
     def alive(self) -> int:
         """Bytes of those that something still holds."""
         gc.collect()  # frames of checkpointed regions hold one another
-        return sum(size for storage, size in self._made.values() if not storage.expired())
+        return self._existing

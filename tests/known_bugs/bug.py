@@ -21,6 +21,7 @@ class KnownBug:
         check: what is compared here, in one sentence that names the independent side.
         detector: the ranks, the job of each, and whether their results are right.
         plant: patches the library so that it has the bug, on every rank.
+        mended: what was wrong here too, in one sentence, if the bug was found here.
     """
 
     reports: tuple[str, ...]
@@ -29,3 +30,19 @@ class KnownBug:
     check: str
     detector: Detector
     plant: Callable[[], AbstractContextManager[Any]]
+    mended: str = ""
+
+
+@dataclass(frozen=True)
+class UncoveredBug:
+    """A reported bug that no test here covers; it does not count.
+
+    Args:
+        reports: as of a known bug.
+        bug: what went wrong there, in one sentence.
+        why: the reason, in one sentence.
+    """
+
+    reports: tuple[str, ...]
+    bug: str
+    why: str

@@ -25,6 +25,7 @@ PAGES = [
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:^|[ `])(?:torchrun (?P<launch>.*?) |python3? )pretrain_(?:gpt|hybrid)\.py (?P<flags>.*)")
 FOREIGN = {
+    "cards": "--cells --stale",
     "corruption": "--clean",
     "AGENTS": "--check",
     "CONTRIBUTING": "--check --every",

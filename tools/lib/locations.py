@@ -13,7 +13,7 @@ from megatron.convert.sources import SourceOptions, checkpoint_location
 
 LOCATIONS = (
     "a folder of checkpoints, one of them, s3://BUCKET/RUN, hf:DIR or hf:ORG/NAME of Hugging Face, megatron:DIR of "
-    "Megatron-LM, or peft:DIR, an adapter"
+    "Megatron-LM, peft:DIR, an adapter, or dcp:DIR, deepspeed:DIR or nanotron:DIR of other programs"
 )
 """Description of the locations that every program loads."""
 

@@ -10,11 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.checkpoint.format import MEGATRON_LM_NEWEST, is_megatron_lm
+from megatron.checkpoint.framework_folders import find_framework_checkpoint
 from megatron.checkpoint.location import Location, parse_location
-from megatron.config.errors import Problem
+from megatron.config.errors import Problem, UserError
 from megatron.config.files import FOLLOW_LINKS, describe_outside_links
 from megatron.config.run import RunConfig
-from megatron.config.schemes import HUGGING_FACE_PREFIX, MEGATRON_PREFIX, PEFT_PREFIX, split_scheme
+from megatron.config.schemes import (
+    FRAMEWORK_PREFIXES,
+    HUGGING_FACE_PREFIX,
+    MEGATRON_PREFIX,
+    PEFT_PREFIX,
+    WEIGHTS_PREFIXES,
+    split_scheme,
+)
 from megatron.config.text import did_you_mean, flag, shell_word
 
 if TYPE_CHECKING:
@@ -38,9 +46,9 @@ def check_pretrained_checkpoint(config: RunConfig, world_size: int) -> Iterator[
         return
     if load is not None and load != config.checkpoint.save and adapters is None:
         sentence = "--load and --pretrained-checkpoint both name the weights to start from"
-        other = load.startswith(HUGGING_FACE_PREFIX) or holds_checkpoints(load)  # what Megatron-LM reads
+        other = load.startswith(WEIGHTS_PREFIXES) or holds_checkpoints(load)  # what Megatron-LM reads
         yield Problem("E806", sentence, ("drop --pretrained-checkpoint" if other else "drop --load",))
-    elif load is not None and load.startswith((HUGGING_FACE_PREFIX, MEGATRON_PREFIX)):
+    elif load is not None and load.startswith((*WEIGHTS_PREFIXES, MEGATRON_PREFIX)):
         yield Problem("E806", f"--load {load} holds no adapters, which --lora-rank trains", ("drop --load",))
     elif adapters is not None or not holds_checkpoints(config.checkpoint.save):
         yield from _source_problems("--pretrained-checkpoint", location, world_size)
@@ -61,13 +69,27 @@ def check_frozen_models(config: RunConfig, world_size: int) -> Iterator[Problem]
 def _source_problems(option: str, load: str, world_size: int) -> Iterator[Problem]:
     """Yield a problem of the value of an option that names a model or checkpoints, if it has one."""
     scheme, place = split_scheme(load)
+    converted = (f"python tools/convert_checkpoint.py --load {shell_word(load)} --save NEW",)
     if not place:
         yield Problem("E801", f"{option} '{load}' has no folder name", (f"drop {option}",))
-    if scheme == PEFT_PREFIX and option in ("--load", "--pretrained-checkpoint"):
+    elif scheme in FRAMEWORK_PREFIXES and option == "--pretrained-checkpoint":
+        sentence = f"{option} {load} is a checkpoint of another program, which adapters read from a checkpoint of this"
+        yield Problem("E801", sentence, converted)
+    elif scheme in FRAMEWORK_PREFIXES:
+        try:
+            find_framework_checkpoint(scheme, place, option)
+        except UserError as error:
+            yield from error.problems
+    elif scheme == PEFT_PREFIX and option in ("--load", "--pretrained-checkpoint"):
         sentence = f"{option} {load} is an adapter of PEFT, which a run reads from a checkpoint"
-        yield Problem("E801", sentence, (f"python tools/convert_checkpoint.py --load {shell_word(load)} --save NEW",))
-    if not place or scheme in (HUGGING_FACE_PREFIX, PEFT_PREFIX):
-        return
+        yield Problem("E801", sentence, converted)
+    elif scheme in ("", MEGATRON_PREFIX):
+        yield from _checkpoint_problems(option, load, world_size)
+
+
+def _checkpoint_problems(option: str, load: str, world_size: int) -> Iterator[Problem]:
+    """Yield a problem of a location of checkpoints, of this program or of Megatron-LM."""
+    scheme, _ = split_scheme(load)
     folder = parse_location(load)
     if not isinstance(folder, Path):
         yield from _store_problems("E801", option, folder, world_size)
@@ -100,7 +122,7 @@ def check_required_checkpoint(config: RunConfig, world_size: int) -> Iterator[Pr
     checkpoint = config.checkpoint
     load = checkpoint.first_start.load
     folders = {"--load": load, "--save": checkpoint.save}
-    if (load or "").startswith(HUGGING_FACE_PREFIX) or any(map(holds_checkpoints, folders.values())):
+    if (load or "").startswith(WEIGHTS_PREFIXES) or any(map(holds_checkpoints, folders.values())):
         return
     reason = "".join(f"; {flag} {folder} contains none" for flag, folder in folders.items() if folder is not None)
     if config.training.skip_train:
@@ -134,12 +156,12 @@ def check_links(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that no links lead out of the Hugging Face folders that the run loads."""
     start, training = config.checkpoint, config.training
     for load in (start.load, start.pretrained_checkpoint, training.reference_model, training.teacher_model):
-        if load is not None and load.startswith(HUGGING_FACE_PREFIX) and not config.data.follow_links:
-            yield from link_problems(Path(load.removeprefix(HUGGING_FACE_PREFIX)))
+        if load is not None and load.startswith(WEIGHTS_PREFIXES) and not config.data.follow_links:
+            yield from link_problems(Path(split_scheme(load)[1]))
 
 
-MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
-"""Of the files that are read from a folder of Hugging Face."""
+MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model", ".pt", ".distcp")
+"""Of the files that are read from a folder of Hugging Face, or of another program's checkpoint."""
 
 
 def link_problems(folder: Path) -> Iterator[Problem]:
@@ -228,12 +250,13 @@ def check_resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that ``--resume-mode`` and ``--ckpt-step`` fit ``--load``."""
     checkpoint = config.checkpoint
     load, save, step = checkpoint.load, checkpoint.save, checkpoint.ckpt_step
-    if load is not None and load.startswith(HUGGING_FACE_PREFIX):
+    if load is not None and load.startswith(WEIGHTS_PREFIXES):
+        kind = "a Hugging Face model" if load.startswith(HUGGING_FACE_PREFIX) else "what is read of this checkpoint"
         if checkpoint.resume_mode in ("new-schedule", "new-phase"):
-            sentence = f"--load {load}: a Hugging Face model has only weights, no schedule to continue"
+            sentence = f"--load {load}: {kind} has only weights, no schedule to continue"
             yield Problem("E803", sentence, ("--resume-mode weights-only",))
         if step is not None:
-            sentence = f"--load {load}: a Hugging Face model has no --ckpt-step {step}"
+            sentence = f"--load {load}: {kind} has no --ckpt-step {step}"
             yield Problem("E803", sentence, ("--set checkpoint.ckpt_step=null",))
     elif (
         checkpoint.resume_mode == "weights-only" and holds_checkpoints(save) and (load is None or _same_folder(config))
@@ -250,7 +273,7 @@ def holds_checkpoints(folder: str | None) -> bool:
 
     True for a folder that cannot be listed: the error is reported when the checkpoint is read.
     """
-    if folder is None or folder.startswith(HUGGING_FACE_PREFIX):
+    if folder is None or folder.startswith(WEIGHTS_PREFIXES):
         return False
     path = parse_location(folder)
     try:

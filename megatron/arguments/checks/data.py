@@ -7,7 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from os.path import isdir, isfile  # unlike pathlib's they do not raise for a very long name
+from os.path import isdir, isfile, realpath  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 
 from megatron.checkpoint.location import parse_location
@@ -196,7 +196,10 @@ def data_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     data = config.data
     for part, paths in _path_lists(data).items():
         blend = read_blend(paths.words)
-        twice = [prefix for prefix, count in Counter(blend.prefixes).items() if count > 1]
+        tokens = {prefix: f"{prefix}.bin" for prefix in blend.prefixes}
+        files = {prefix: realpath(path) if isfile(path) else prefix for prefix, path in tokens.items()}
+        counts = Counter(files[prefix] for prefix in blend.prefixes)  # another path may lead to the same files
+        twice = [prefix for prefix, file in files.items() if counts[file] > 1]
         if twice:
             yield f"{paths.origin} contains {twice[0]} more than once: every occurrence is read in the same order"
         if data.multiple_validation_sets and part == "valid" and blend.weights is not None:

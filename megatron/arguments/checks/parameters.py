@@ -32,6 +32,7 @@ def check_mixers(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the mixers of the layers are right with distributed sequences and with several documents in one."""
     asked = {
         "context parallelism": ("--context-parallel-size 1", config.parallel.context_parallel_size > 1),
+        "batch invariance": ("drop --batch-invariant", config.compute.batch_invariant),
         "documents": ("--no-reset-attention-mask", config.data.reset_attention_mask),
     }
     for name in dict.fromkeys(name for mixers in config.model.kinds_of_layers for name in mixers):

@@ -125,12 +125,34 @@ def refuse_outside_links(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> JsonObject:
-    """Read the ``config.json`` of a folder, or of ``org/name`` on the hub.
+    """Read the ``config.json`` of a folder, or of ``org/name`` on the hub; else nanotron's configuration there.
 
     Raises:
         UserError: when there is none, or it is not a JSON object.
     """
-    return read_options(model_folder(folder, (CONFIG_FILE,)) / CONFIG_FILE, "a Hugging Face model")
+    folder = model_folder(folder, (CONFIG_FILE,))
+    if os.path.isfile(folder / NANOTRON_CONFIG_FILE) and not os.path.isfile(folder / CONFIG_FILE):
+        return _from_nanotron(folder / NANOTRON_CONFIG_FILE)
+    return read_options(folder / CONFIG_FILE, "a Hugging Face model")
+
+
+NANOTRON_CONFIG_FILE = "model_config.json"
+NANOTRON_ONLY = words("is_llama_config rope_interleaved")
+"""Keys of nanotron's Llama besides those of Hugging Face."""
+
+
+def _from_nanotron(path: Path) -> JsonObject:
+    """Return the config.json for the model of nanotron's configuration."""
+    options = read_options(path, "a model of nanotron")
+    if options.get("is_llama_config") is not True:
+        raise UserError([Problem("E851", f"{path}: only nanotron's Llama is supported, with is_llama_config true")])
+    return {"model_type": "llama"} | {key: value for key, value in options.items() if key not in NANOTRON_ONLY}
+
+
+def nanotron_rotates_pairs(folder: Path | None) -> bool:
+    """Return True if the channels of a rotary pair are neighbours: nanotron's default before ``rope_interleaved``."""
+    path = None if folder is None else folder / NANOTRON_CONFIG_FILE
+    return path is None or not path.is_file() or read_options(path, "").get("rope_interleaved", True) is not False
 
 
 def read_options(path: Path, kind: str) -> JsonObject:

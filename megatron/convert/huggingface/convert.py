@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, groupby
+from itertools import cycle
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,7 @@ from megatron.convert.huggingface.weights import (
     WEIGHTS_FILE,
     HuggingFaceWeights,
     TensorMapping,
-    map_copies,
-    map_tensors,
+    huggingface_tensors,
 )
 from megatron.convert.model_card import CARD_FILE, OTHER_CARD_FILE, model_card
 from megatron.convert.saved_model import SavedModel
@@ -311,12 +310,11 @@ def convert_to_huggingface(
     files |= _tokenizer_config(files, saved.model)
     card = model_card(manifest, saved.model, config["architectures"][0], config["dtype"])
     files[OTHER_CARD_FILE if CARD_FILE in files else CARD_FILE] = card
-    mappings = map_tensors(config["model_type"], saved.model, saved.specs)
-    copies = map_copies(config["model_type"], saved.model, saved.specs, mappings)
+    tensors = huggingface_tensors(config["model_type"], saved.model, saved.specs)
     if checked:
         files = check_tokenizer(files, config)
 
-    shards = _plan_shards(saved, mappings, copies, source, shard_bytes)
+    shards = _plan_shards(tensors, source, shard_bytes)
     identity = {
         "program": package_version(),
         "manifest": checksum(encode_manifest(manifest.tensors, manifest.files, manifest.state, manifest.config)),
@@ -373,21 +371,13 @@ Shards = dict[str, list[list[TensorMapping]]]
 """Tensors of each weights file, by its name; of each tensor the parts that it joins."""
 
 
-def _plan_shards(
-    saved: SavedModel,
-    mappings: Mapping[str, Sequence[TensorMapping]],
-    copies: Mapping[str, Sequence[TensorMapping]],
-    source: RoundedWeights,
-    shard_bytes: int,
-) -> Shards:
+def _plan_shards(tensors: Sequence[list[TensorMapping]], source: RoundedWeights, shard_bytes: int) -> Shards:
     """Return the weights files of an export."""
-    every = (mapping for name in saved.specs for mapping in (*mappings[name], *copies.get(name, ())))
-    tensors = [[*parts] for _, parts in groupby(every, lambda part: part.name)]
     groups = split_into_shards([source.size_of(parts[0]) for parts in tensors], shard_bytes)
     if len(groups) == 1:
-        return {WEIGHTS_FILE: tensors}
+        return {WEIGHTS_FILE: [*tensors]}
     count = len(groups)
-    return {f"model-{i:05d}-of-{count:05d}.safetensors": tensors[group] for i, group in enumerate(groups, 1)}
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": [*tensors[group]] for i, group in enumerate(groups, 1)}
 
 
 def _write_weights(

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import product
+from itertools import groupby, product
 from math import prod
 from pathlib import Path
 from shlex import quote
@@ -27,6 +27,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.text import listed
 from megatron.config.training import TrainingConfig
+from megatron.convert.frameworks.pieces import PartialTensor, PartialTensors
 from megatron.convert.huggingface.config import (
     CONFIG_FILE,
     WEIGHTS_INDEX_FILE,
@@ -36,7 +37,7 @@ from megatron.convert.huggingface.config import (
 )
 from megatron.convert.huggingface.families import model_families
 from megatron.convert.huggingface.keys import ModelFamily
-from megatron.convert.huggingface.quantized import FP8_FACTORS, QuantizedTensor, StoredTensor, dequantized
+from megatron.convert.huggingface.quantized import FP8_FACTORS, StoredTensor, dequantized
 from megatron.convert.tokenizer_files import SmallFiles, find_tokenizer_files
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
@@ -140,6 +141,17 @@ def map_copies(
         names = [pattern.replace("{i}", str(model.num_layers + int(head))) for head in heads]
         copies[ours] = (*copies.get(ours, ()), *(replace(found[ours][0], name=name) for name in names))
     return copies
+
+
+def huggingface_tensors(kind: str, model: ModelConfig, specs: Mapping[str, ShardSpec]) -> list[list[TensorMapping]]:
+    """Return the tensors of a Hugging Face model in the order of an export, each as the parts that it joins.
+
+    Arguments and errors are those of :func:`map_tensors`; ``specs`` are all of the model.
+    """
+    mappings = map_tensors(kind, model, specs)
+    copies = map_copies(kind, model, specs, mappings)
+    every = (mapping for name in specs for mapping in (*mappings[name], *copies.get(name, ())))
+    return [[*parts] for _, parts in groupby(every, lambda part: part.name)]
 
 
 def _split_layer(name: str, model: ModelConfig) -> tuple[str, dict[str, int]]:
@@ -250,8 +262,16 @@ class HuggingFaceWeights:
 
     notes: Sequence[str] = ()
 
-    def __init__(self, folder: Path, model: ModelConfig) -> None:
+    def __init__(
+        self, folder: Path, model: ModelConfig, tensors: PartialTensors | None = None, kind: str | None = None
+    ) -> None:
         """Open the files and check that they hold exactly the tensors of ``model``.
+
+        Args:
+            folder: with config.json, and safetensors files.
+            model: architecture.
+            tensors: those of another program's checkpoint, by the names of Hugging Face; None for the files.
+            kind: model type of transformers; None for that in config.json.
 
         Raises:
             UserError: when the model type in config.json is not supported.
@@ -259,9 +279,10 @@ class HuggingFaceWeights:
             DamagedCheckpointError: when a file cannot be read.
         """
         self.folder, self.model = folder, model
-        self.config_file: Path | None = folder / CONFIG_FILE
-        kind = read_model_type(read_config(folder), str(folder / CONFIG_FILE))
-        self._files = open_weights(folder)
+        self.converted = tensors is not None  # transformers cannot read the files
+        self.config_file = folder / CONFIG_FILE if tensors is None or (folder / CONFIG_FILE).is_file() else None
+        kind = kind or read_model_type(read_config(folder), str(self.config_file))
+        self._files: Mapping[str, PartialTensor | TensorFile] = open_weights(folder) if tensors is None else tensors
         stacked = any(re.search(r"\.experts\.\D", key) for key in self._files)
         experts = 1 if stacked else model.num_experts or 1
         if len(self._files) < model.num_layers + model.expert_blocks * (experts - 1):
@@ -322,9 +343,9 @@ class HuggingFaceWeights:
 
     def _read_part(self, mapping: TensorMapping, box: Box) -> Tensor:
         held, slices = self._files[mapping.name], relative_box(box, mapping.box).slices
-        if isinstance(held, QuantizedTensor):
-            return mapping.arrange(held.tensor(mapping.name, mapping.rows(slices)))[slices]
-        return mapping.arrange(held.tensor(mapping.name))[slices]
+        if isinstance(held, TensorFile):
+            return mapping.arrange(held.tensor(mapping.name))[slices]
+        return mapping.arrange(held.tensor(mapping.name, mapping.rows(slices)))[slices]
 
     def _check(self, family: ModelFamily) -> None:
         expected = {mapping.name: mapping.stored for found in self.mappings.values() for mapping in found}
@@ -356,7 +377,7 @@ class HuggingFaceWeights:
 
 
 def tensor_findings(
-    files: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], *more: torch.dtype
+    files: Mapping[str, PartialTensor | TensorFile], expected: Mapping[str, tuple[int, ...]], *more: torch.dtype
 ) -> dict[str, Collection[str]]:
     """Return the tensors that are missing, or not as ``expected``, by what is wrong with them.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -35,9 +35,7 @@ from megatron.checkpoint.format import (
     box_end,
     contiguous_runs,
     encode_manifest,
-    format_box,
     intersect,
-    is_inside,
     match_view_dims,
     partition_problem,
     row_major_strides,
@@ -48,16 +46,17 @@ from megatron.checkpoint.format import (
 from megatron.config.errors import UserError
 from megatron.config.files import open_regular
 from megatron.config.model import ModelConfig
-from megatron.config.text import clipped, format_bytes, listed
+from megatron.config.text import clipped, listed
+from megatron.convert.dcp_table import METADATA, Places, place_in, read_box, read_table, stored_boxes
 from megatron.convert.megatron_lm.model import Arguments, read_arguments
 from megatron.convert.megatron_lm.names import find_place, is_hybrid, our_name
-from megatron.convert.megatron_lm.pickles import Record, StoredTensor, read_pickle_file, read_torch_file
+from megatron.convert.megatron_lm.pickles import Record, StoredTensor, read_torch_file
 from megatron.distributed.param_layout import ParamShard, contiguous_boxes
 from megatron.distributed.sharding import Box, DenseSharding, ExpertSharding, Sharding, ShardSpec
 from megatron.layers.parameters import WORD_EMBEDDINGS, gpt, trainable
 
 RANK_FILE = "model_optim_rng.pt"
-METADATA, COMMON_FILE = ".metadata", "common.pt"
+COMMON_FILE = "common.pt"
 COMMON_STATE = "common_state/"
 OUTPUT_LAYER = "output_layer.weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -455,21 +454,10 @@ def _number(value: Any) -> float:
 
 # ---- torch_dist: boxes of global tensors ----
 
-_Places = dict[tuple[str, str], tuple[str, int, int]]
-"""File, first byte and length of each stored box, by key and first element; "" for objects. The hash of a text cannot
-be foreseen, unlike that of numbers."""
-
 
 def _read_torch_dist(path: Path) -> _Content:
     """Read the table of a distributed checkpoint."""
-    metadata = read_pickle_file(path / METADATA)
-    entries, places = (metadata.state[name] for name in ("state_dict_metadata", "storage_data"))
-    stored: _Places = {}
-    for index, info in places.items():
-        where = info.state["relative_path"], *to_dims((info.state["offset"], info.state["length"]))
-        offset = index.state.get("offset")
-        stored[index.state["fqn"], "" if offset is None else str(to_dims(offset))] = where
-    _check_places(path, stored)
+    entries, stored = read_table(path)
     common = _common_state(path, stored)
     content = _Content(path, common["args"], iteration=common.get("iteration", 0))
     optimizer = common.get("optimizer") or {}
@@ -494,23 +482,11 @@ def _read_torch_dist(path: Path) -> _Content:
     return content
 
 
-def _check_places(path: Path, stored: _Places) -> None:
-    """Raise DamagedCheckpointError if the stored boxes and objects have more bytes than their files."""
-    claimed: Counter[str] = Counter()
-    for name, _, length in stored.values():
-        claimed[name] += length
-    for name, length in claimed.items():
-        file = _file(path, name)
-        if file.exists() and length > file.stat().st_size:
-            seen = f"{path / METADATA} puts {format_bytes(length)} into {name}"
-            raise DamagedCheckpointError(f"{seen}, which has {format_bytes(file.stat().st_size)}")
-
-
-def _common_state(path: Path, stored: _Places) -> Mapping[str, Any]:
+def _common_state(path: Path, stored: Places) -> Mapping[str, Any]:
     """Return the state that is stored once for all ranks: as an object, or as a file in older checkpoints."""
     for (key, _), (file, start, length) in stored.items():
         if key.startswith(COMMON_STATE):
-            found = read_torch_file(_file(path, file), start, length)
+            found = read_torch_file(place_in(path, file), start, length)
             found = found[0] if isinstance(found, list) else found
             return dict(found)
     if (path / COMMON_FILE).is_file():
@@ -518,14 +494,7 @@ def _common_state(path: Path, stored: _Places) -> Mapping[str, Any]:
     raise DamagedCheckpointError(f"{path} holds neither {COMMON_STATE} nor {COMMON_FILE}, with the args of the run")
 
 
-def _file(path: Path, name: str) -> Path:
-    """Return a file of the folder; DamagedCheckpointError if the name leads out of it."""
-    if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
-        raise DamagedCheckpointError(f"{path / METADATA} names {clipped(repr(name))}, which is no file in its folder")
-    return path / name
-
-
-def _add_tensor(table: _Table, key: str, parameter: str, prefix: str, entry: Record, stored: _Places) -> None:
+def _add_tensor(table: _Table, key: str, parameter: str, prefix: str, entry: Record, stored: Places) -> None:
     """Add a global tensor, box by box."""
     place = find_place(parameter)
     size = to_dims(entry.state["size"])
@@ -554,34 +523,15 @@ def _add_tensor(table: _Table, key: str, parameter: str, prefix: str, entry: Rec
         for box, first in view_parts(Box(start, extent), whole, part.size, part.start[0]):
             yield box, before + first
 
-    for start, extent, tensor in _stored_boxes(table.path, key, size, entry, stored):
+    for box, dtype, where in stored_boxes(table.path, key, entry, stored):
+        start, extent = box.start, box.size
+        tensor = read_box(table.path, key, box, dtype, where)
         if stacked:
             for at in range(extent[0]):
                 own = parts(start[1:], extent[1:], at * prod(extent[1:]))
                 table.add(prefix + ours(start[0] + at), key, tensor, own)
         else:
             table.add(prefix + ours(0), key, tensor, parts(start, extent, 0))
-
-
-def _stored_boxes(
-    path: Path, key: str, size: tuple[int, ...], entry: Record, stored: _Places
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], StoredTensor]]:
-    """Yield the boxes of a global tensor: the first element, the extent, and the tensor in its file."""
-    for chunk in entry.state["chunks"]:
-        start, extent = to_dims(chunk.state["offsets"]), to_dims(chunk.state["sizes"])
-        if not prod(extent) or not is_inside(Box(start, extent), size):
-            seen = f"{path / METADATA}: {clipped(key)} {format_box(Box(start, extent))}"
-            raise DamagedCheckpointError(f"{seen} is empty, or not inside {list(size)}")
-        file, first, length = stored.pop((key, str(start)))  # each is read once
-        tensor = read_torch_file(_file(path, file), first, length)
-        if not isinstance(tensor, StoredTensor) or tensor.shape != extent:
-            raise DamagedCheckpointError(
-                f"{path / file}: {clipped(key)} {format_box(Box(start, extent))} has another shape"
-            )
-        if entry.state["properties"].state[0] != tensor.dtype:
-            seen = f"{path / file}: {clipped(key)} is {tensor.dtype}"
-            raise DamagedCheckpointError(f"{seen}, unlike in {METADATA}")
-        yield start, extent, tensor
 
 
 def without_channel(shape: tuple[int, ...], view: tuple[int, ...]) -> tuple[int, ...]:

@@ -64,6 +64,7 @@ DTYPES = {
 
 NAMES = re.compile(
     r"argparse\.Namespace|types\.SimpleNamespace|signal\.\w+|pathlib\.\w+|_?io\.BytesIO|datetime\.\w+|(collections\.)?OrderedDict"
+    r"|deepspeed\.(runtime|utils)\.[\w.]+"
     r"|megatron\.(core|training|legacy)\.[\w.]+|transformer_engine\.[\w.]+"
     r"|torch\.distributed\.checkpoint\.(metadata|filesystem|planner|storage)\.\w+"
     r"|torch\.(device|Size|Tensor|nn\.parameter\.Parameter|serialization\._get_layout)|torch\.storage\.\w+Storage"

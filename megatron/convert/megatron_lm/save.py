@@ -89,6 +89,8 @@ def save_megatron_lm(saved: SavedModel, folder: Path, report: ProgressCallback) 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
             save({}, storage_writer=writer, planner=plan, no_dist=True)
+        # megatron-core before 0.20 reads the common state from a file of its own, and 0.20 from either
+        write_file(path / "common.pt", _pickled(plan.common).getvalue())
         write_file(path / "metadata.json", json.dumps(METADATA_JSON).encode())
         sync_folder(path)
         write_file(folder / MEGATRON_LM_NEWEST, str(iteration).encode())
@@ -149,7 +151,8 @@ class _Plan(DefaultSavePlanner):
         args = write_arguments(config, {k: v for k, v in state.items() if self.kinds or k != "optimizer"}, vocabulary)
         params_dtype = DTYPES[config.precision.params_dtype]
         args |= {"params_dtype": params_dtype, "exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32}
-        self._add_object("common_state/shard_0_1", [_common_state(config, state, args, bool(self.kinds))])
+        self.common = _common_state(config, state, args, bool(self.kinds))
+        self._add_object("common_state/shard_0_1", [self.common])
         numbered = layers_numbered(model)
         layers: dict[str, list[str]] = {}  # our names, by their stack or by itself
         for name in saved.specs:

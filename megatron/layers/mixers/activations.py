@@ -111,7 +111,7 @@ class ActivationShape:
         """Return the sizes of a run. ``--device auto`` counts as a GPU."""
         parallel, training, samples = config.parallel, config.training, config.training.micro_batch_size
         width, on_gpu = DTYPE_BYTES[config.precision.params_dtype], training.device != "cpu"
-        plain, kernels = ("torch",) if on_gpu else ("torch", "auto"), kernel_choices(config.compute.kernels)
+        plain, kernels = ("torch",) if on_gpu else ("torch", "auto"), kernel_choices(config.compute.kernel_words)
         return cls(
             config=config,
             model=config.model,

@@ -95,7 +95,8 @@ class Mixer:
     # Name in --recompute-modules of computing it again as a whole, with the norm before it.
     recomputed_as: tuple[str, ...] = ()
     # What it is right with, beside training on whole sequences of one document: "context parallelism" (a rank has
-    # rows of the sequence only), "documents" (nothing passes from one to the next) and "generation" (token by token).
+    # rows of the sequence only), "documents" (nothing passes from one to the next), "generation" (token by token) and
+    # "batch invariance" (its sums are those of batch-invariant kernels).
     supports: tuple[str, ...] = ()
     # Symbol in --hybrid-layer-pattern of a plugin's mixer; those of the built-in ones are in config/layer_pattern.py.
     letter: str | None = None

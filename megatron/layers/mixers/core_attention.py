@@ -97,7 +97,7 @@ class CoreShape:
         covered = all(p.only_window and (not eager or (p == CAUSAL and not documents)) for p in patterns)
         covered &= shape.on_gpu or heads.channels == heads.value_channels
         if model.attn_logit_softcapping is not None:
-            kernel = kernel_choices(shape.config.compute.kernels)["attention"].name
+            kernel = kernel_choices(shape.config.compute.kernel_words)["attention"].name
             covered &= shape.on_gpu and shape.width == 2 and kernel in ("auto", "flash_attn", "flex")
         return cls(
             heads=heads.queries // shape.tp,
@@ -179,7 +179,7 @@ class CoreAttentionMixer(Mixer):
     norm = "input_layernorm"
     post_norm = "post_self_attn_layernorm"
     dropout = "attention_dropout"
-    supports = ("context parallelism", "documents", "generation")
+    supports = ("batch invariance", "context parallelism", "documents", "generation")
 
     def heads(self, config: ModelConfig) -> HeadSizes:
         """Return the heads of a layer."""

@@ -36,7 +36,7 @@ class ExpertsMixer(Mixer):
 
     module = "mlp"
     recomputed_as = ("mlp",)
-    supports = ("context parallelism", "documents", "generation")
+    supports = ("batch invariance", "context parallelism", "documents", "generation")
     operations = ("grouped_linear", "grouped_fp8", "rows")
 
     def parameters(self, config: ModelConfig, sharding: Sharding) -> Specs:

@@ -23,7 +23,7 @@ class FeedForwardMixer(Mixer):
 
     module = "mlp"
     recomputed_as = ("mlp",)
-    supports = ("context parallelism", "documents", "generation")
+    supports = ("batch invariance", "context parallelism", "documents", "generation")
 
     def parameters(self, config: ModelConfig, sharding: Sharding) -> Specs:
         """Declare both linears."""

@@ -41,6 +41,8 @@ def test_codes_that_only_the_start_reports_are_listed() -> None:
     checked += ("training/resume_source.py", "training/failure_report.py", "convert/megatron_lm/model.py")
     checked += (
         "convert/huggingface/",
+        "convert/frameworks/",
+        "checkpoint/framework_folders.py",
         "convert/sources.py",
         "training/measured_run.py",
         "data/skipped_dataset.py",

@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from megatron.config.attention_pattern import CAUSAL, AttentionPattern
 from megatron.config.compute import KERNEL_CANDIDATES
 from megatron.kernels import attention, registry
-from megatron.kernels.attention import ATTENTION, sdpa
+from megatron.kernels.attention import sdpa
 from megatron.kernels.attention_mask import PLAIN_SCORES, AttentionMask, AttentionScores
 from megatron.kernels.operation import check_kernel, combine
-from megatron.kernels.registry import select_kernels
+from megatron.kernels.registry import OPERATIONS, select_kernels
 from tests.unit.kernels.doubles import FlashAttention, install
 
 CPU = torch.device("cpu")
-KERNELS = KERNEL_CANDIDATES["attention"]
+ATTENTION = OPERATIONS["attention"]
+KERNELS = [name for name in KERNEL_CANDIDATES["attention"] if name != "batch_invariant"]
 
 
 FLASH = ("flash_attn", "varlen")

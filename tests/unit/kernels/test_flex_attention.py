@@ -10,9 +10,10 @@ import torch
 from megatron.config import plugins
 from megatron.config.attention_pattern import AttentionPattern
 from megatron.kernels import flex_attention, registry
-from megatron.kernels.attention import ATTENTION, sdpa
+from megatron.kernels.attention import sdpa
 from megatron.kernels.attention_mask import PLAIN_SCORES, AttentionMask, AttentionScores
 
+ATTENTION = registry.OPERATIONS["attention"]
 CPU = torch.device("cpu")
 
 PATTERNS = {

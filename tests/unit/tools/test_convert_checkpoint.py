@@ -276,7 +276,7 @@ def test_a_broken_checkpoint_is_refused_by_name_and_leaves_nothing(
     [
         ([], "one of the arguments --load --load-hf --load-megatron --load-peft is required"),
         (["--load-hf", "a"], "one of the arguments --save --save-megatron --save-hf --save-peft is required"),
-        (["--load-hf", "a", "--save-hf", "b"], "--load hf: and --load peft: go with --save"),
+        (["--load-hf", "a", "--save-hf", "b"], "nanotron: go with --save"),
         (["--load", "a", "--save", "b"], "--load with --save-hf"),
         (["--load-hf", "a", "--save", "b", "--workers", "0"], "'0' is not a number of at least 1"),
         (["--load-megatron", "a", "--save-megatron", "b"], "--load megatron: with --save or --save-hf"),

@@ -108,7 +108,7 @@ def test_conversion(forms: dict[str, str], tmp_path: Path, capsys: pytest.Captur
     assert load_file(tmp_path / "own/model.safetensors").keys() == random_weights(MODEL).keys()
     with pytest.raises(SystemExit, match="2"):
         convert(["--load", forms["hf"], "--save-hf", f"{tmp_path}/again"])
-    assert "--load hf: and --load peft: go with --save" in capsys.readouterr().err
+    assert "nanotron: go with --save" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["hf", "megatron", "peft"])

@@ -72,7 +72,8 @@ def corpus(documents: int, seed: int = 1) -> list[str]:
 def documentation() -> list[str]:
     """Paragraphs in the prose and the code of this project, with marks, numbers and other scripts, and edited ones."""
     draw = Random(2)
-    files = [*sorted((ROOT / "docs").glob("*.md"))[:4], *sorted((ROOT / "megatron/data").glob("*.py"))[:4]]
+    pages = (ROOT / "docs" / f"{name}.md" for name in ("architecture", "checkpoints", "corruption", "data"))
+    files = [*pages, *sorted((ROOT / "megatron/data").glob("*.py"))[:4]]
     texts = [text for file in files for text in file.read_text().split("\n\n") if text.strip()]
     texts += ["Zürich, «naïve» café: 3.14 – déjà vu?! 7", "ещё раз: ёлка и ёж, 12,5 км…", "e\u0301 é x² ½ ١٢٣ a b"]
     return texts + [" ".join(edited(draw, text.split(" "), 0.03)) for text in texts]

@@ -1,0 +1,133 @@
+"""The page has what was measured; some cells are measured again; a bug makes each kind of cell red."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron.convert.huggingface.families import MODEL_FAMILIES
+from megatron.optimizer.distributed_optimizer import DistributedOptimizer
+from tests.cards import layouts, readers, results, training, twin
+from tests.cards.__main__ import main, measure, part_of_array
+from tests.cards.card import CARDS
+from tests.cards.cells import CELLS
+from tests.kit.pool import Pool
+
+CHEAP = ("files", "numbers", "text", "export")
+"""Less than a second each, except of long contexts."""
+
+
+def chosen() -> list[tuple[str, str]]:
+    """One card for each of the cheap cells, and one for one of the others, other ones for each commit."""
+    number = int(results.git("rev-parse", "HEAD")[:8], 16)
+    short = [name for name, card in CARDS.items() if not card.is_long]
+    others = [name for name in CELLS if name not in CHEAP]
+    cells = [*CHEAP, others[number % len(others)]]
+    return [(short[(number + 7 * i) % len(short)], cell) for i, cell in enumerate(cells)]
+
+
+def test_every_family_has_a_card() -> None:
+    assert {card.model_type for card in CARDS.values()} == set(MODEL_FAMILIES)
+    assert {card.config.num_layers > 0 for card in CARDS.values()} == {True}
+
+
+def test_the_page_has_what_was_measured() -> None:
+    assert results.PAGE.read_text() == results.page(), "python -m tests.cards --write"
+    assert {file.stem for file in results.FOLDER.glob("*.json")} <= set(CARDS)
+    for card in CARDS:
+        for cell, record in results.read(card).items():
+            assert {"command", "commit", "date", "seconds"} <= record.keys(), (card, cell)
+            assert bool(record.get("failure")) or not CELLS[cell].failure(record["result"]), (card, cell)
+
+
+def test_a_result_is_stale_once_its_code_has_changed() -> None:
+    assert results.changed(results.git("rev-parse", "HEAD"), ("LICENSE",)) is False
+    first = results.git("rev-list", "--max-parents=0", "HEAD").splitlines()[0]
+    assert results.changed(first, ("megatron",)) in (True, None)  # None: a shallow checkout
+    assert results.changed("0" * 40, ("megatron",)) is None
+
+
+def test_an_array_takes_each_card_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [[*CARDS][number::count] for number, count in (part_of_array(f"{i}/3") for i in range(3))]
+    assert sorted(chain(*parts)) == sorted(CARDS)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "5")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_MIN", "4")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "3")
+    assert part_of_array(None) == (1, 3)
+
+
+def test_a_stopped_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    assert main(["llama", "--cells", "files"]) == 0
+    record = results.read("llama")["files"]
+    assert record["result"]["different"] == 0
+    assert "failure" not in record
+    assert main(["llama", "--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()[-len(CELLS) :]
+    assert ("llama files" in listed) is results.changed(record["commit"], CELLS["files"].covers)
+    assert "llama numbers" in listed
+
+
+@pytest.mark.parametrize(("card", "cell"), chosen())
+def test_a_cell_passes_again(card: str, cell: str, pool: Pool) -> None:
+    if CELLS[cell].missing():
+        pytest.skip(CELLS[cell].missing())
+    found, failure = measure(card, cell, pool)
+    assert not failure, found
+
+
+def one_bit(original: Callable[[Path], dict[str, torch.Tensor]]) -> Callable[[Path], dict[str, torch.Tensor]]:
+    """Files that were written with the sign of one tensor changed."""
+
+    def read(folder: Path) -> dict[str, torch.Tensor]:
+        held = original(folder)
+        last = max(held)
+        return held | ({last: -held[last]} if folder.name == "back" else {})
+
+    return read
+
+
+def other_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Ranks whose norms have another epsilon than those of one process."""
+    return lambda pool, case: original(pool, replace(case, model=replace(case.model, norm_epsilon=2e-3)))
+
+
+def forgetful(original: Callable[..., int]) -> Callable[..., int]:
+    """A run that ends, and starts again, with another learning rate than before."""
+    return lambda folder, flags, kill_after=0: original(
+        folder, flags if kill_after or folder.name == "whole" else flags.replace("3e-3", "2.9e-3"), kill_after
+    )
+
+
+def slower(self: Any, rates: Any, *rest: Any, **more: Any) -> Any:
+    """Update with a rate that is too small."""
+    return UPDATE(self, replace(rates, lr=0.9 * rates.lr), *rest, **more)
+
+
+UPDATE = DistributedOptimizer.update
+FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "files": lambda: patch.object(twin, "weights_of", one_bit(twin.weights_of)),
+    "numbers": lambda: patch.object(DistributedOptimizer, "update", slower),
+    "text": lambda: patch.object(twin, "generate", lambda *a: [[0] * twin.NEW] * twin.PROMPTS),
+    "curve": lambda: patch.object(training, "FLAGS", training.FLAGS.replace("3e-3", "1e-9")),
+    "resume": lambda: patch.object(training, "run", forgetful(training.run)),
+    "layouts": lambda: patch.object(layouts, "run_on", other_model(layouts.run_on)),
+    "bytes": lambda: patch.object(layouts, "rank_state_bytes", lambda *a: {"weights": 1}),
+    "export": lambda: patch.object(readers, "logits_of", lambda twins, tokens: torch.zeros(())),
+}
+
+
+@pytest.mark.parametrize("cell", [c if c in CHEAP else pytest.param(c, marks=pytest.mark.slow) for c in FAULTS])
+def test_a_fault_makes_a_cell_red(cell: str, pool: Pool) -> None:
+    with FAULTS[cell]():
+        assert measure("llama", cell, pool)[1]

@@ -1,0 +1,104 @@
+"""Cells that train a small model on a text of this repository: the curve, and a killed run that resumes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.arguments.sources import to_dict
+from megatron.config.run import RunConfig
+from tests.cards.card import Card
+from tests.cards.cell import CardError, Cell, Measures
+from tests.kit.pool import Pool
+from tests.kit.runs import checkpoint, run_in_process, steps
+from tools.preprocess_data import main as preprocess
+
+ROOT = Path(__file__).parents[2]
+TEXT = ROOT / "LICENSE"
+"""Its bytes are the tokens; it does not change."""
+
+LENGTH, STEPS, KILLED = 64, 100, 50
+FLAGS = (
+    f"--split 100,0,0 --seq-length {LENGTH} --micro-batch-size 4 --global-batch-size 8 --train-iters {STEPS} --lr 3e-3 "
+    f"--lr-warmup-iters 10 --log-interval 1 --device cpu --num-workers 0 --save-interval {KILLED}"
+)
+
+
+def flags_of(card: Card, folder: Path) -> str:
+    """Write the model's options and the tokens to a folder; return the flags of a run."""
+    positions = max(card.config.max_position_embeddings or 0, LENGTH)
+    model = replace(card.config, vocab_size=257, max_position_embeddings=positions)
+    options = to_dict(RunConfig(model=model))["model"]
+    if model.hybrid_layer_pattern is not None:
+        del options["num_layers"]  # it follows from the pattern
+    (folder / "model.yaml").write_text(json.dumps({"model": options}))  # JSON is YAML
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": part}) + "\n" for part in TEXT.read_text().split("\n\n"))
+    )
+    argv = ["--input", str(folder / "text.jsonl"), "--append-eod", "--output-prefix", str(folder / "text")]
+    if preprocess([*argv, "--tokenizer-type", "ByteTokenizer"]):
+        raise CardError("the text could not be preprocessed")
+    return f"--config {folder}/model.yaml --data-path {folder}/text_text_document {FLAGS}"
+
+
+def run(folder: Path, flags: str, kill_after: int = 0) -> int:
+    """Train in a process of its own; return its exit status."""
+    saved = folder / "saved"
+    whole = saved / f"iter_{KILLED:07d}" / "COMPLETE"
+    return run_in_process(folder, f"--save {saved}", kill_after, whole.exists, base=flags)
+
+
+def trained(folder: Path, flags: str) -> Path:
+    """A whole run."""
+    if run(folder, flags):
+        raise CardError(f"the run failed: {(folder.with_name(folder.name + '.output')).read_text()[-300:]}")
+    return folder
+
+
+def curve(card: Card, folder: Path, pool: Pool) -> Measures:
+    """The loss of the first and of the last step."""
+    found = steps(trained(folder / "run", flags_of(card, folder)))
+    losses = [found[step]["lm loss"] for step in sorted(found)]
+    first, last = losses[0], sum(losses[-10:]) / 10
+    return {"steps": len(losses), "first": first, "last": last, "last/first": last / first}
+
+
+def resume(card: Card, folder: Path, pool: Pool) -> Measures:
+    """Weights, moments, losses and other numbers of a run that was killed and resumed, against one that was not."""
+    flags = flags_of(card, folder)
+    whole, parts = trained(folder / "whole", flags), folder / "parts"
+    status = run(parts, flags, kill_after=KILLED)
+    if status != -9:
+        raise CardError(f"the run was not killed: status {status}")
+    trained(parts, flags)
+    (a, numbers), (b, others) = (checkpoint(of / "saved" / f"iter_{STEPS:07d}") for of in (whole, parts))
+    if a.keys() != b.keys():
+        raise CardError(f"one has no {sorted(a.keys() ^ b.keys())[0]}")
+    own = {name for name in numbers.keys() | others.keys() if numbers.get(name) != others.get(name)}
+    records = [steps(of) for of in (whole, parts)]
+    lossless = max(abs(records[0][step]["lm loss"] - records[1][step]["lm loss"]) for step in records[0])
+    differences = [(a[name].double() - b[name].double()).abs().max().item() for name in a if a[name].numel()]
+    return {"tensors": len(a), "state": max(differences), "losses": lossless, "other numbers": len(own)}
+
+
+COVERED = (
+    *("megatron/training", "megatron/optimizer", "megatron/model", "megatron/layers", "megatron/data"),
+    *("megatron/pipeline", "megatron/checkpoint", "tests/cards/training.py"),
+)
+CELLS = {
+    "curve": Cell(
+        curve,
+        f"{STEPS} steps of a small model of the family, in fp32, on the bytes of LICENSE "
+        f"({STEPS * 8 * LENGTH:,} tokens): loss of the first step, mean of the last ten",
+        {"last/first": 0.75},
+        COVERED,
+    ),
+    "resume": Cell(
+        resume,
+        f"such a run killed with SIGKILL at step {KILLED} and resumed, against one that was not: largest difference of "
+        "weights and moments, of the losses of all steps; how many other numbers differ",
+        {"state": 0, "losses": 0, "other numbers": 0},
+        COVERED,
+    ),
+}
