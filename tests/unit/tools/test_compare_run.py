@@ -109,7 +109,16 @@ def test_other_log_intervals_are_compared_over_common_steps(tmp_path: Path, inte
     ]
     history = RunHistory()
     for step, loss in of_lines:
-        history.add({"iteration": step, "consumed-tokens": step * STEP, "lm loss": loss, "time": 0.0})
+        history.add(
+            {
+                "iteration": step,
+                "consumed-tokens": step * STEP,
+                "consumed-samples": 32 * step,
+                "batch-size": 32,
+                "lm loss": loss,
+                "time": 0.0,
+            }
+        )
     spans = compare_losses(history, POINTS)
     assert [span.step for span in spans] == [*range(max(10, interval), len(by_step) + 1, max(10, interval))]
     for span in spans:
