@@ -13,6 +13,7 @@ forked from this one, which answers each line with their exit status; what they 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -205,7 +206,7 @@ def model_config(args: Namespace) -> TransformerConfig:
         "num_moe_experts": args.num_experts,
         "pipeline_dtype": args.params_dtype,
         "bias_activation_fusion": not args.swiglu and args.bias_gelu_fusion and args.add_bias_linear,
-        "deallocate_pipeline_outputs": True,
+        "deallocate_pipeline_outputs": False,  # gloo may still be sending them
         "use_cpu_initialization": True,
         "transformer_impl": "local",
         "gradient_accumulation_fusion": False,
@@ -217,6 +218,8 @@ def model_config(args: Namespace) -> TransformerConfig:
         values |= {"activation_func": quick_gelu, "gated_linear_unit": True, "bias_activation_fusion": False}
     elif args.squared_relu:
         values |= {"activation_func": squared_relu, "bias_activation_fusion": False}
+    if args.virtual_pipeline_model_parallel_size:  # as its program does; two stages would mix messages otherwise
+        values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in values.items() if name in known})
 
@@ -468,6 +471,7 @@ def fork(rank: int, ranks: int, path: Path) -> int:
     """Start a rank of a job; return its process id, or end as that rank."""
     if process := os.fork():
         return process
+    os.setpgid(0, 0)  # a group with the processes that saving leaves behind
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -497,6 +501,8 @@ def main() -> None:
                 status = os.waitstatus_to_exitcode(code)
                 for process in running:
                     os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # usually nothing is left of it
+                os.killpg(ended, signal.SIGKILL)
         print(status, flush=True)
 
 

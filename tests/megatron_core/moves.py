@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.golden.provenance import provenance
 from tests.megatron_core.beside import Difference, difference, missing, run_core, run_ours
-from tests.megatron_core.forms import DATA, FLAGS, FORMS, LATENT, LLAMA, MIXTURE, STEPS, write_data
+from tests.megatron_core.forms import DATA, FLAGS, FORMS, LLAMA, MIXTURE, STEPS, write_data
 from tools.convert_checkpoint import main as convert
 
 FILE = Path(__file__).parents[1] / "golden" / "megatron_moves.txt"
@@ -38,7 +38,7 @@ class Move:
 
 
 TP2, PP2 = ("--tensor-model-parallel-size 2", 2), ("--pipeline-model-parallel-size 2", 2)
-EP2, DP2 = ("--expert-model-parallel-size 2", 2), ("", 2)
+EP2, DP2 = ("--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", 2), ("", 2)
 EXPERTS = f"{LLAMA} {MIXTURE}"
 MOVES = {
     "gpt": Move(""),
@@ -49,11 +49,10 @@ MOVES = {
     "gpt, DP 2 to TP 2": Move("", DP2, TP2),
     "experts": Move(EXPERTS),
     "experts, PP 2 to DP 2": Move(EXPERTS, PP2, DP2),
-    "experts, EP 2 to EP 2": Move(f"{EXPERTS} --expert-model-parallel-size 2", EP2, EP2),
+    "experts, EP 2 to DP 2": Move(EXPERTS, EP2, DP2),
     "shared expert and z-loss": Move(FORMS["shared experts"]),
     "sigmoid router with biases": Move(FORMS["expert bias"]),
     "dense and expert layers": Move(FORMS["dense and experts"]),
-    "latent attention": Move(f"{LLAMA} {LATENT}"),
     "fp16": Move(f"{FORMS['llama']} --fp16 --initial-loss-scale 4096"),
     "bf16": Move(f"{FORMS['llama']} --bf16"),
 }

@@ -81,6 +81,7 @@ def replace_cuda() -> None:
     torch.Tensor.to = on_cpu_to(torch.Tensor.to)
     torch.Tensor.type = cuda_type(torch.Tensor.type)
     torch.Tensor.pin_memory = lambda self, *args: self
+    torch.distributed.all_to_all_single = with_lists(torch.distributed.all_to_all_single)
 
 
 FACTORIES = "empty zeros ones full rand randn tensor arange empty_like zeros_like ones_like full_like eye"
@@ -97,6 +98,20 @@ def on_cpu_to(function: Any) -> Any:
         return function(self, *args, **kwargs)
 
     return sent
+
+
+def with_lists(function: Any) -> Any:
+    """Pass numbers of rows as lists; on a GPU, Megatron-LM has them on the host by then."""
+
+    def exchanged(*args: Any, **kwargs: Any) -> Any:
+        sizes = {
+            name: value.tolist()
+            for name, value in kwargs.items()
+            if name.endswith("split_sizes") and torch.is_tensor(value)
+        }
+        return function(*args, **kwargs | sizes)
+
+    return exchanged
 
 
 def cuda_type(function: Any) -> Any:
