@@ -34,7 +34,7 @@ FOREIGN = {
     "README": "--require-hashes",
     "evaluation": "--limit",
     "megatron_lm": "--ckpt-fully-parallel-save",
-    "running": "--rdzv-conf --shutdown-timeout --signals-to-handle",
+    "running": "--measure --rdzv-conf --shutdown-timeout --signals-to-handle",
     "slurm": "--allocations --build-arg --contiguous --duplicates --faults --me --name --parsable2 --segment --start "
     "--starttime --state --switches",
     "troubleshooting": "--learning-rate --max-steps --n-layer",
