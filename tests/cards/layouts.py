@@ -54,22 +54,16 @@ def allocations(rank: int, world_size: int, case: Case) -> dict[str, int]:
     return allocated(build_trainer(case.config(), rank, world_size))
 
 
-STATE = ("weights", "gradients", "main params", "moments")
-"""Parts that are compared; of the others, `allocated` leaves out tensors of 8 bytes, such as two rotary frequencies."""
-
-
 def state_bytes(card: Card, folder: Path, pool: Pool) -> Measures:
-    """Bytes that the planner predicts of weights, gradients, main parameters and moments, and the tensors of a run."""
+    """Bytes that the planner predicts of the state of a rank, and the tensors of a run."""
     one = Case(model_of(card), ParallelConfig())
     found: Measures = {}
     for layout in (one, *cases(card).values()):
         case = replace(layout, precision=BF16)
         actual = pool.run(case.world_size, allocations, case)
         predicted = [rank_state_bytes(case.config(), case.world_size, rank) for rank in range(case.world_size)]
-        found.setdefault("bytes", sum(actual[0][part] for part in STATE))
-        pairs = [
-            (rank[part], plan.get(part, 0)) for rank, plan in zip(actual, predicted, strict=True) for part in STATE
-        ]
+        found.setdefault("bytes", sum(actual[0].values()))
+        pairs = [(rank[part], plan.get(part, 0)) for rank, plan in zip(actual, predicted, strict=True) for part in rank]
         found["difference"] = max(float(found.get("difference", 0)), *(abs(a - b) for a, b in pairs))
     return found
 
@@ -89,7 +83,7 @@ CELLS = {
     ),
     "bytes": Cell(
         state_bytes,
-        "bytes of weights, gradients, main parameters and moments of every rank in bf16, on one process and in these "
+        "bytes of weights, gradients, optimizer and buffers of every rank in bf16, on one process and in these "
         "layouts, predicted by the planner (`tools/memory.py`) and allocated: largest difference",
         {"difference": 0},
         ("megatron/planner", "megatron/layers/parameters.py", *COVERED),

@@ -57,8 +57,8 @@ def config_of(flags: str, ranks: int = 1) -> RunConfig:
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes of the memory that tensors lie in, by its address; of single numbers none."""
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return {at: size for at, size in found.items() if size > 8}
+    spaces = {t.untyped_storage().data_ptr(): (t.untyped_storage().nbytes(), t.itemsize) for t in tensors}
+    return {at: size for at, (size, of_number) in spaces.items() if size > of_number}
 
 
 def tensors_of(thing: Any, seen: set[int]) -> Iterator[Tensor]:
