@@ -3,6 +3,7 @@
     python tools/from_megatron.py examples/gpt3/train_gpt3_175b_distributed.sh /ckpts /tb vocab.json merges.txt data
     python tools/from_megatron.py model_config.yaml               # a configuration of Megatron-LM's functional tests
     python tools/from_megatron.py configs/125M.yml                # a configuration of gpt-neox
+    python tools/from_megatron.py --world-size 8 ds_config.json --preset llama3-8b --data-path PREFIX    # of DeepSpeed
     python tools/from_megatron.py -- --num-layers 12 --hidden-size 768 ...
 
 A script runs in an empty folder, with stand-ins that record what its launcher (torchrun, srun, mpirun, deepspeed,
@@ -28,7 +29,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,7 @@ from megatron.config.files import parse_yaml, read_small
 from megatron.config.schemes import MEGATRON_PREFIX
 from megatron.config.text import echo, shell_word
 from megatron.training.resume_source import stored_config
+from tools.lib.deepspeed_config import deepspeed_settings, flattened, table
 from tools.lib.neox_data import with_blends
 
 LAUNCHERS = "torchrun srun mpirun mpiexec deepspeed python python3 python2 singularity apptainer docker enroot numactl"
@@ -260,11 +262,19 @@ def read_yaml(file: Path) -> Run:
         raise ValueError(f"{file} holds no settings")
     if isinstance(arguments := tree.get("MODEL_ARGS"), dict):
         return Run([word for name, value in arguments.items() for word in _flag(name, value)])
-    run = Run([])
-    if not {name for name, _ in _flattened(tree)} & foreign_flags().gpt_neox.keys():
+    settings = foreign_flags().gpt_neox
+    if not {name for name, _ in flattened(tree)} & settings.keys():
         raise ValueError(f"{file} is neither a model_config.yaml of Megatron-LM nor a configuration of gpt-neox")
-    for name, value in _neox_settings(tree).items():
-        entry: Any = foreign_flags().gpt_neox.get(name, "missing: it is not a known setting")
+    return of_settings(_neox_settings(tree), settings)
+
+
+def of_settings(settings: Mapping[str, Any], entries: Mapping[str, str | Mapping[str, str]]) -> Run:
+    """Translate settings with a table: flags, or a verdict with a reason, for all values or by value."""
+    run = Run([])
+    for name, value in settings.items():
+        entry: Any = entries.get(name) or entries.get(
+            f"{name.partition('.')[0]}.*", "missing: it is not a known setting"
+        )
         text = _text(value)
         if isinstance(entry, dict):
             match = [pattern for pattern in entry if re.fullmatch(pattern, text.lower())]
@@ -293,7 +303,7 @@ def _text(value: Any) -> str:
 
 def _neox_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of gpt-neox by name, as they take effect together."""
-    settings: dict[str, Any] = NEOX_DEFAULTS | dict(_flattened(tree))
+    settings: dict[str, Any] = NEOX_DEFAULTS | dict(flattened(tree))
     if settings["activation"] == "gelu" and settings.get("bias_gelu_fusion"):
         settings["activation"] = "gelu_tanh"
     if "fp16.initial_scale_power" in settings:
@@ -302,16 +312,6 @@ def _neox_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
         settings["tokenizer_model"] = settings.pop("vocab_file")
     settings.pop("rms_norm_epsilon" if settings.get("norm", "layernorm") == "layernorm" else "layernorm_epsilon", None)
     return with_blends(settings)
-
-
-def _flattened(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a gpt-neox file; names may have hyphens."""
-    for name, value in tree.items():
-        path = above + str(name).replace("-", "_")
-        if isinstance(value, dict):
-            yield from _flattened(value, f"{path}.")
-        else:
-            yield path, value
 
 
 def start_point(folder: str) -> str:
@@ -423,7 +423,9 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (as the script launches)")
-    parser.add_argument("source", nargs=argparse.REMAINDER, metavar="SCRIPT.sh ... | CONFIG.yaml | -- FLAG...")
+    parser.add_argument(
+        "source", nargs=argparse.REMAINDER, metavar="SCRIPT.sh ... | CONFIG.yaml | DEEPSPEED.json FLAG... | -- FLAG..."
+    )
     args = parser.parse_args(argv)
     source = [word for number, word in enumerate(args.source) if number or word != "--"]
     if not source:
@@ -433,6 +435,9 @@ def main(argv: Sequence[str]) -> int:
             run = Run(source)
         elif source[0].endswith((".yaml", ".yml")):
             run = read_yaml(Path(source[0]))
+        elif source[0].endswith(".json"):
+            run = of_settings(deepspeed_settings(Path(source[0]), args.world_size), table())
+            run.flags += source[1:]
         else:
             run = read_script(Path(source[0]), source[1:])
     except (OSError, ValueError) as error:
