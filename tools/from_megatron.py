@@ -272,9 +272,9 @@ def of_settings(settings: Mapping[str, Any], entries: Mapping[str, str | Mapping
     """Translate settings with a table: flags, or a verdict with a reason, for all values or by value."""
     run = Run([])
     for name, value in settings.items():
-        entry: Any = entries.get(name) or entries.get(
-            f"{name.partition('.')[0]}.*", "missing: it is not a known setting"
-        )
+        section, _, last = name.partition(".")
+        patterns = (name, f"{section}.*", f"*.{last}")
+        entry: Any = next(filter(None, map(entries.get, patterns)), "missing: it is not a known setting")
         text = _text(value)
         if isinstance(entry, dict):
             match = [pattern for pattern in entry if re.fullmatch(pattern, text.lower())]
@@ -436,7 +436,7 @@ def main(argv: Sequence[str]) -> int:
         elif source[0].endswith((".yaml", ".yml")):
             run = read_yaml(Path(source[0]))
         elif source[0].endswith(".json"):
-            run = of_settings(deepspeed_settings(Path(source[0]), args.world_size), table())
+            run = of_settings(deepspeed_settings(Path(source[0]), args.world_size, source[1:]), table())
             run.flags += source[1:]
         else:
             run = read_script(Path(source[0]), source[1:])
