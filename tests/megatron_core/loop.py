@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import ctypes
 import dataclasses
 import importlib
 import json
@@ -138,6 +139,7 @@ RENAMED = {
 """Flags without a value -> attribute and value."""
 
 NAMES = {"norm_epsilon": "layernorm_epsilon"}
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 TEXTS = {"split", "data_path", "lr_decay_style"}
 """Attributes that stay text."""
 
@@ -485,8 +487,14 @@ def fork(rank: int, ranks: int, path: Path) -> int:
     os._exit(0)
 
 
+def end_with_parent() -> None:
+    """Let the kernel end this process with the one that forked it, also if that is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
     """Run the jobs."""
+    os.register_at_fork(after_in_child=end_with_parent)  # ranks, and the processes that saving starts in them
     for line in sys.stdin:
         ranks, path = line.split(maxsplit=1)
         with socket.socket() as free:
