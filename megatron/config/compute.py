@@ -64,6 +64,10 @@ class ComputeConfig:
     batch_invariant and moe_expert_capacity_factor
     E926 --batch-invariant does not go with --moe-expert-capacity-factor: other tokens decide which are dropped
       fix: drop --moe-expert-capacity-factor | drop --batch-invariant
+
+    batch_invariant and num_experts and moe_router_load_balancing_type=sinkhorn
+    E926 --batch-invariant does not go with sinkhorn: in training, the tokens of a sequence share its normalisation
+      fix: drop --batch-invariant
     """
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.inference.generate import SamplingParams, generate
+from megatron.inference.generate import SamplingParams, generate, generate_scored
 from megatron.inference.text import TextCodec
 from megatron.model.gpt import GPTChunk
 from tests.kit.checkpoints import BYTES, save_model
@@ -59,6 +59,17 @@ def test_the_newest_checkpoint_writes(saved: Path, capsys: pytest.CaptureFixture
     note, speed = err.splitlines()
     assert note == f"generate: from {saved}/iter_0000020, step 20"
     assert re.fullmatch(r"generate: \d+ tokens in [\d.]+ s, [\d.,]+ tokens/s; the first after [\d.]+ s", speed)
+
+
+def test_with_batch_invariance_log_probabilities_are_the_same_in_every_batch(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks: list[GPTChunk] = []
+    monkeypatch.setattr("megatron.inference.generate.generate", lambda chunk, *rest: chunks.append(chunk))
+    assert main(["--load", str(saved), "--prompt", PROMPT, "--batch-invariant"]) == 0
+    prompts = [list(range(1, length)) for length in (3, 25, 8, 14, 2)]
+    alone, together = (generate_scored(chunks[0], prompts, 12, SamplingParams(0.0), batch_size=size) for size in (1, 5))
+    assert alone == together
 
 
 @pytest.mark.parametrize("stream", [[], ["--no-stream"]])
