@@ -38,6 +38,7 @@ CP = "--context-parallel-size 2"
 PP = "--pipeline-model-parallel-size 2"
 EP = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 DISTRIBUTED = "--use-distributed-optimizer"
+OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather"
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ PARALLEL = {
     ),
     "DP 2": (LLAMA, 2),
     "DP 2, distributed optimizer": (f"{LLAMA} {DISTRIBUTED}", 2),
+    "DP 2, distributed optimizer, overlapped": (f"{LLAMA} {DISTRIBUTED} {OVERLAPPED}", 2),
     "TP 2, PP 2": (f"{LLAMA} {TP} {PP}", 4),
     "TP 2, DP 2, distributed optimizer": (f"{LLAMA} {TP} {DISTRIBUTED}", 4),
     "EP 2": (f"{EXPERTS} {NONE} {EP}", 2),
