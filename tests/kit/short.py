@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 
 
-def one_in(share: int, cases: Iterable[Any], but: Collection[Any] = ()) -> list[ParameterSet]:
+def one_in(share: int, cases: Iterable[Any], but: Collection[Any] = ()) -> list[Any]:
     """Return the parameters of a test, most of which are slow.
 
     Args:

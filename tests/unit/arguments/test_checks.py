@@ -69,7 +69,7 @@ def test_every_code_of_a_check_is_in_the_golden_file() -> None:
 @pytest.mark.parametrize("part", one_in(4, range(4)))
 def test_every_fix_solves_its_problem(part: int) -> None:
     """Of a quarter of the cases."""
-    for case in read(GOLDEN)[part::4]:
+    for case in list(read(GOLDEN))[part::4]:
         for problem in problems(case.flags, case.ranks, "", read_model=read_model_values):
             if (
                 problem.code <= "E009" or problem.code == "E014"
