@@ -494,12 +494,13 @@ def fork(rank: int, ranks: int, path: Path) -> int:
 
 
 def end_with_parent() -> None:
-    """Let the kernel end this process with the one that forked it, also if that is killed."""
+    """Let the kernel end this process with the one that started it, also if that is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
     """Run the jobs."""
+    end_with_parent()  # at once, also while ranks run
     os.register_at_fork(after_in_child=end_with_parent)  # ranks, and the processes that saving starts in them
     for line in sys.stdin:
         ranks, path = line.split(maxsplit=1)
