@@ -18,6 +18,7 @@ from megatron.training.build import build_trainer
 from megatron.training.step import compute_gradients, weigh_batch
 from megatron.training.trainer import Trainer
 from tests.kit.pool import Pool
+from tests.kit.short import one_in
 
 RUN = (
     "--mock-data --vocab-size 131 --train-iters 1 --device cpu --num-layers 2 --seq-length 256 --hidden-size 48 "
@@ -131,7 +132,7 @@ def expected(model: str) -> tuple[list[Continuation], list[list[float]]]:
     return layout_scores(0, 1, f"{MODELS[model]} --batch-invariant")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", one_in(2, LAYOUTS))
 def test_layouts(pool: Pool, name: str) -> None:
     layout = LAYOUTS[name]
     found, scores = expected(layout.model)

@@ -23,6 +23,7 @@ from tests.distributed.vitals import expert_balance, joined_balance
 from tests.kit.cases import RATES, Case, batches_of, compare_with_twin, global_batch, run_on
 from tests.kit.pool import Pool
 from tests.kit.runs import checkpoint, differences, part_of, tiny_run
+from tests.kit.short import one_in
 
 RATE = 0.05
 BALANCED = replace(
@@ -56,7 +57,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(2, CASES))
 def test_choices_and_biases_of_a_layout_are_those_of_one_process(pool: Pool, name: str) -> None:
     case = CASES[name]
     ranks = pool.run(case.world_size, expert_balance, case)

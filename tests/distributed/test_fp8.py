@@ -29,6 +29,7 @@ from megatron.training.step import evaluate, train_step
 from tests.kit.cases import LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, pipeline, run_case, run_on
 from tests.kit.pool import Pool
 from tests.kit.runs import part_of
+from tests.kit.short import one_in
 from tools.lib.verify_parallel import RankTrace, StepTrace, compare_traces, join_traces
 
 TP2 = ParallelConfig(tensor_model_parallel_size=2)
@@ -172,7 +173,7 @@ SLOW = (
 """Cases whose recipe, axes and options others have, too."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
+@pytest.mark.parametrize("name", one_in(2, CASES, SLOW))
 def test_layouts_agree(pool: Pool, name: str) -> None:
     assert largest_deviation(run_on(pool, CASES[name]), CASES[name]) <= 1e-10
 

@@ -50,6 +50,7 @@ from tests.distributed.test_zero import MIXED, PP2, SHARED, STAGE_1, STAGE_2, TP
 from tests.kit.cases import RATES, batches_of, run_on
 from tests.kit.pool import Pool
 from tests.kit.runs import differences, tiny_run
+from tests.kit.short import one_in
 
 METHODS = ("powersgd:2", "topk:0.1")
 STEPS = 3
@@ -265,7 +266,7 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "text"), [*product(CUTS, METHODS)])
+@pytest.mark.parametrize(("name", "text"), one_in(2, product(CUTS, METHODS)))
 def test_sums_and_errors_match_one_process(pool: Pool, name: str, text: str) -> None:
     """Also after a step that was skipped. All replicas have the same bits."""
     size, cut = CUTS[name]
@@ -404,12 +405,11 @@ LAYOUTS: dict[str, tuple[int, Any, dict[str, Any]]] = {
 
 
 WAYS = list(product(LAYOUTS, (*METHODS, "int8")))
-"""Every fourth is in the short form: six layouts, and each method twice."""
 
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [pytest.param(*way, marks=() if number % 4 == 0 else pytest.mark.slow) for number, way in enumerate(WAYS)],
+    one_in(7, WAYS),
 )
 def test_copies_of_the_weights_stay_equal(pool: Pool, name: str, method: str) -> None:
     """On replicas, tensor-parallel ranks and stages, with losses near an uncompressed run."""

@@ -19,6 +19,7 @@ from megatron.planner.activations import activation_memory, peak_activations
 from tests.kit.cases import MODEL, Case, PackedConversations, assert_like_one_process, run_in_small_tiles, selective
 from tests.kit.cases import context_parallel as cp
 from tests.kit.pool import Pool
+from tests.kit.short import one_in
 from tests.kit.solo import Solo, text_on_ranks, tiny
 from tests.unit.inference.test_generate import reread
 from tests.unit.planner.test_activations import LLAMA, LONG, config_of, measured
@@ -123,7 +124,7 @@ SLOW = ("p2p", "all_gather, wide values", "a2a, sinks, documents", "sp, all reco
 """Cases whose features others have, too."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
+@pytest.mark.parametrize("name", one_in(2, CASES, SLOW))
 def test_every_layout_computes_the_same(pool: Pool, name: str) -> None:
     one = CASES[name]
     assert_like_one_process(pool.run(one.world_size, run_in_small_tiles, one), one)
@@ -208,7 +209,7 @@ FORECAST = [
 ]
 
 
-@pytest.mark.parametrize("flags", FORECAST)
+@pytest.mark.parametrize("flags", one_in(2, FORECAST))
 def test_the_forecast_matches_the_tensors_of_a_step(flags: str) -> None:
     (((kept, _), peak),) = measured(0, 1, (flags,))
     (((forward, _)),) = activation_memory(config_of(flags), 1)

@@ -26,6 +26,7 @@ from tests.distributed.resume import gathered, load_and_go_on, save_and_go_on
 from tests.kit.cases import MODEL, RATES, Case, PackedConversations, batch_of, batches_of, compare_with_twin, evaluation
 from tests.kit.pool import Pool
 from tests.kit.runs import column, start, tiny_run
+from tests.kit.short import one_in
 from tools.lib.verify_parallel import RankTrace, join_traces, trace_step
 
 EOD = 7
@@ -158,7 +159,7 @@ SLOW = (
 """Cases whose features others have, too."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
+@pytest.mark.parametrize("name", one_in(2, CASES, SLOW))
 def test_every_layout_computes_the_same(pool: Pool, name: str) -> None:
     one = CASES[name]
     ranks = pool.run(one.world_size, steps_of, one)
@@ -200,7 +201,7 @@ SEEN = {
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("name", one_in(2, SEEN))
 def test_a_token_changes_the_predictions_that_see_it(pool: Pool, name: str, documents: bool) -> None:
     """Of depth k at position i: those with the token among ``t_0 .. t_{i+k}`` of their document, or as the label."""
     ranks, parallel = SEEN[name]

@@ -19,6 +19,7 @@ from megatron.training.step import train_step
 from tests.distributed.test_optimizer_shards import EXPERTS, GQA, noted
 from tests.kit.cases import MODEL, RATES, Case, batches_of, pipeline
 from tests.kit.pool import Pool
+from tests.kit.short import one_in
 
 STEPS = 5
 FP32, BF16 = PrecisionConfig(params_dtype="fp32"), PrecisionConfig(params_dtype="bf16")
@@ -92,7 +93,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(2, CASES))
 def test_state_on_the_host_changes_no_bit(pool: Pool, name: str) -> None:
     optimizer, parallel, fraction, precision = CASES[name]
     model, dp = replace(GQA, add_bias_linear=True), 2 * parallel.num_distributed_optimizer_instances
@@ -127,7 +128,7 @@ RECOMPUTED = {
 
 @pytest.mark.parametrize(
     ("name", "recomputed"),
-    [*((name, "") for name in ACTIVATIONS), ("1f1b", "full"), ("zero 3", "full"), ("v", "selective")],
+    one_in(2, [*((name, "") for name in ACTIVATIONS), ("1f1b", "full"), ("zero 3", "full"), ("v", "selective")]),
 )
 def test_activations_on_the_host_change_no_bit(pool: Pool, name: str, recomputed: str) -> None:
     training = TrainingConfig(**RECOMPUTED[recomputed])  # type: ignore[arg-type]

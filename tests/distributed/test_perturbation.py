@@ -72,7 +72,7 @@ LAYOUTS: dict[str, tuple[ParallelConfig, TrainingConfig]] = {
 }
 SHORT = ("one rank", "p2p on 4")
 """Layouts of gradients; CI computes those of recurrences alone."""
-COVERED = ("p2p on 3", "p2p on 2, tp2, sequence")
+COVERED = ("p2p on 3", "p2p on 2, tp2, sequence", "tp2, attention recomputed", "p2p on 4", "a2a on 2")
 """Layouts of outputs that are slow: others have their sizes and ways."""
 
 

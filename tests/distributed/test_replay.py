@@ -133,10 +133,13 @@ def replay_faults(rank: int, world_size: int, folder: Path, kind: str) -> Found:
     return Found(differences, compared, module, why, blamed)
 
 
+SHORT = {("one rank", "spike"), ("tp2", "nonfinite"), ("pp2", "nonfinite")}
+
+
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
-        pytest.param(layout, kind, marks=() if (layout == "one rank") == (kind == "spike") else pytest.mark.slow)
+        pytest.param(layout, kind, marks=() if (layout, kind) in SHORT else pytest.mark.slow)
         for layout in LAYOUTS
         for kind in FAULTS
     ],

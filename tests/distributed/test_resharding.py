@@ -162,7 +162,7 @@ def memory_of_start(rank: int, world_size: int, config: RunConfig, hf: Path | No
     return max(peak, anonymous_bytes()) - before
 
 
-@pytest.mark.parametrize("start", ["fresh", "hf"])
+@pytest.mark.parametrize("start", [pytest.param("fresh", marks=LONG), "hf"])
 def test_no_rank_of_zero_3_ever_holds_the_whole_model(pool: Pool, tmp_path: Path, start: str) -> None:
     """Besides what it keeps (half of weights, gradients and momentum), a rank holds some
     matrices; the other half of the weights would be 0.5 of ``size``.

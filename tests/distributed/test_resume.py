@@ -99,7 +99,7 @@ def test_a_killed_run_on_a_blend_of_documents(pool: Pool, tmp_path: Path, layout
     assert len(records(tmp_path / "whole", "lm loss test")) == 1
 
 
-@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2-sp", marks=LONG), pytest.param("pp2", marks=LONG)])
+@pytest.mark.parametrize("layout", [pytest.param(layout, marks=LONG) for layout in ("dp2", "tp2-sp", "pp2")])
 def test_a_killed_run_on_conversations(pool: Pool, tmp_path: Path, layout: str) -> None:
     """In its second epoch of three, with noise; all processes share a cache of the ids."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"

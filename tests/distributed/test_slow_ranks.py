@@ -85,7 +85,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig, place: str) -> int |
         ("forward", "--tensor-model-parallel-size 2"),
         pytest.param("backward", "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
         pytest.param("optimizer", "--use-distributed-optimizer", marks=pytest.mark.slow),
-        ("data", "--pipeline-model-parallel-size 2"),
+        pytest.param("data", "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
     ],
 )
 def test_a_slow_rank_is_named_with_its_machine_and_phase(pool: Pool, tmp_path: Path, place: str, layout: str) -> None:

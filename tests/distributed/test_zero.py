@@ -27,6 +27,7 @@ from tests.distributed.grid import RECOMPUTE as RECOMPUTED
 from tests.kit.cases import FP64, MODEL, RATES, Case, batches_of, compare_with_twin, run_on
 from tests.kit.pool import Pool
 from tests.kit.runs import part_of
+from tests.kit.short import one_in
 from tools.lib.verify_parallel import StepTrace
 
 STAGE_1: dict[str, Any] = {"data_parallel_sharding_strategy": "optim"}
@@ -95,7 +96,7 @@ IN_BF16 = {
 }
 
 
-@pytest.mark.parametrize("name", IN_BF16)
+@pytest.mark.parametrize("name", one_in(2, IN_BF16))
 def test_stage_1_changes_no_bit_of_weights_in_bf16(pool: Pool, name: str) -> None:
     """Main params, remainders and moments are sharded; stochastic rounding depends on the position in the model."""
     whole = replace(CASES["three"], precision=PrecisionConfig(params_dtype="bf16"), optimizer=IN_BF16[name])
@@ -151,7 +152,7 @@ UNCLIPPED: dict[str, Case] = {
 """On two ranks that shard a parameter: their sums do not depend on which of them is first."""
 
 
-@pytest.mark.parametrize("name", UNCLIPPED)
+@pytest.mark.parametrize("name", one_in(2, UNCLIPPED))
 def test_stage_3_changes_no_bit_of_stage_2(pool: Pool, name: str) -> None:
     """Without clipping: the norm is added up in another order, because every block has buckets of its own."""
     chosen = UNCLIPPED[name]
@@ -252,7 +253,7 @@ WATCHED = replace(
 
 
 @pytest.mark.parametrize("recompute", ["nothing", "uniform 2"])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", one_in(2, [0, 1, 2]))
 def test_weights_exist_around_their_use_only(pool: Pool, prefetch: int, recompute: str) -> None:
     """Two ranks with one micro-batch each: all gathers of the second step, in order, and what is there at a time."""
     training = replace(WATCHED.training, **RECOMPUTED[recompute])

@@ -31,6 +31,7 @@ def test_a_job_array_makes_the_parts_of_a_corpus_and_a_job_after_it_puts_them_to
     assert sorted(bytes(tokens[i][:-1].tolist()).decode() for i in range(len(tokens))) == sorted(texts.values())
 
 
+@pytest.mark.slow  # half a minute
 @pytest.mark.parametrize("shape", [SMALL], indirect=True)
 def test_a_checkpoint_is_evaluated_in_another_layout_and_converted(undisturbed: Training, cluster: Cluster) -> None:
     environ = {"SMALL": "1", "RUN": str(undisturbed.folder), "ITERS": "2", "RANKS_PER_NODE": "2"}

@@ -464,7 +464,7 @@ def cut_off_at(store: Store, share: int) -> list[int]:
 def test_cut_off_at_some_requests(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """At any moment there is a whole checkpoint, never older than the one before; a later save tidies up."""
     monkeypatch.setattr(object_store, "ATTEMPTS", 1)
-    found = cut_off_at(store, 16)
+    found = cut_off_at(store, 10)
     assert found == sorted(found)
     assert set(found) == {2, 20, 30}
 

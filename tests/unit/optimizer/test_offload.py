@@ -11,6 +11,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.offload import OffloadedOptimizer
 from tests.kit.runs import differences, start, tiny_run
+from tests.kit.short import one_in
 from tests.kit.solo import Solo, random_batch, tiny
 
 CONFIG = tiny(num_layers=3, num_query_groups=2)
@@ -65,7 +66,7 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", one_in(2, FLAGS))
 def test_checkpoints_are_the_same_with_and_without(tmp_path: Path, name: str) -> None:
     """Saved with offload and resumed without, and the reverse; evaluated with the average on the way."""
     offload = "--optimizer-cpu-offload --optimizer-offload-fraction 0.6"

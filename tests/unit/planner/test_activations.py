@@ -28,6 +28,7 @@ from megatron.planner.activations import (
 )
 from megatron.training.build import build_trainer
 from tests.kit.pool import Pool
+from tests.kit.short import one_in
 
 TINY = (
     "--mock-data --vocab-size 257 --train-iters 1 --seq-length 64 --device cpu --num-layers 2 --hidden-size 32"
@@ -176,7 +177,7 @@ ONE_RANK = [
 ]
 
 
-@pytest.mark.parametrize("flags", ONE_RANK)
+@pytest.mark.parametrize("flags", one_in(2, ONE_RANK))
 def test_kept_tensors_match_a_step(flags: str) -> None:
     (((kept, _), peak),) = measured(0, 1, (flags,))
     (((forward, _)),) = activation_memory(config_of(flags), 1)

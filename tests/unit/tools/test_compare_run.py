@@ -58,25 +58,29 @@ def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.parametrize(
+    ("change", "expected", "shown"),
+    [
+        ("", 0, "options    those of the recipe"),
+        pytest.param("--lr 1e-2 --min-lr 1e-4", 1, "--lr: 0.001 | 0.01", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_of_the_example_is_on_its_curve_and_one_with_another_rate_is_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, expected: int, shown: str
 ) -> None:
     """The commands of the file itself, for the first span; the options alone tell which recipe it is."""
-    prefix = tmp_path / "shakespeare"
+    prefix, run = tmp_path / "shakespeare", tmp_path / "run"
     words = [str(prefix) if word == "runs/shakespeare" else word for word in shlex.split(PREPARE)[2:]]
     assert preprocess_data.main(words) == 0
     flags = f"--config examples/configs/tiny-gpt2.yaml --data-path {prefix}_text_document --exit-interval 10"
-    for name, change, expected in (("plain", "", 0), ("fast", "--lr 1e-2 --min-lr 1e-4", 1)):
-        run = tmp_path / name
-        assert pretrain_gpt.main([*flags.split(), *change.split(), "--run-dir", str(run)]) == 0
-        capsys.readouterr()
-        assert status(run) == expected
-        shown = capsys.readouterr().out
-        assert "recipe     examples/train_tiny_gpt2.sh" in shown
-        assert f"data       those of the band: {TEXT.relative_to(ROOT)}" in shown
-        assert ("options    those of the recipe" in shown) == (not change)
-    assert "--lr: 0.001 | 0.01" in shown
-    assert "verdict    below its curve" in shown
+    assert pretrain_gpt.main([*flags.split(), *change.split(), "--run-dir", str(run)]) == 0
+    capsys.readouterr()
+    assert status(run) == expected
+    printed = capsys.readouterr().out
+    assert "recipe     examples/train_tiny_gpt2.sh" in printed
+    assert f"data       those of the band: {TEXT.relative_to(ROOT)}" in printed
+    assert shown in printed
+    assert ("verdict    below its curve" in printed) == bool(change)
 
 
 @pytest.mark.parametrize(

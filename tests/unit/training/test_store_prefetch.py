@@ -109,7 +109,10 @@ def test_blocks_are_fetched_before_they_are_read(pair: Path, store: Store, tmp_p
 def test_a_store_that_dies_stops_the_run_before_the_step_that_needs_it(
     pair: Path, store: Store, tmp_path: Path
 ) -> None:
-    """With a checkpoint of the step before; a later start goes on to the bit."""
+    """With a checkpoint of the step before; a later start goes on to the bit.
+
+    The cache holds some steps: of one that holds a single step, the next one is not asked for in time.
+    """
     a, b = tmp_path / "a", tmp_path / "b"
     assert run(a, f"--data-path {pair} --train-iters 30").status == 0
 
@@ -126,7 +129,7 @@ def test_a_store_that_dies_stops_the_run_before_the_step_that_needs_it(
         events.enter_context(before_step(2, die))
         for step in range(3, 30):
             events.enter_context(before_step(step, settle))
-        cut = run(b, flags, str(tmp_path / "cache"), blocks=16)
+        cut = run(b, flags, str(tmp_path / "cache"))
     assert cut.status == NO_DATA, cut.err
     assert "this step is the last one, because the data of the next one cannot be read: s3://" in cut.err
     taken = len(steps(b))
