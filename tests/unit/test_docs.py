@@ -154,13 +154,14 @@ def test_commands_are_found() -> None:
 
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
-    """Flags of all programs, of the scripts and of the benchmarks."""
+    """Flags of all programs, of the scripts, the benchmarks and the proofs."""
     with redirect_stdout(StringIO()) as helps:
         programs = ("pretrain_*.py", "tools/[!_]*.py", "tools/*/__main__.py", "tasks/*/[!_]*.py")
         for path in (path for pattern in programs for path in ROOT.glob(pattern)):
             with suppress(SystemExit):
                 importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)).main(["--help"])
-    sources = (*ROOT.glob("examples/*.sh"), *ROOT.glob("slurm/*.sh"), *ROOT.glob("benchmarks/*.py"))
+    patterns = ("examples/*.sh", "slurm/*.sh", "benchmarks/*.py", "tests/*/__main__.py")
+    sources = [path for pattern in patterns for path in ROOT.glob(pattern)]
     texts = [helps.getvalue(), *(path.read_text() for path in (ROOT / "docs" / "flags.md", *sources))]
     return set(re.findall(r"--[a-z0-9-]+", "".join(texts)))
 
