@@ -78,6 +78,8 @@ def _read(path: Path) -> dict[str, PartialTensor]:
         dtype = parts[0][1].dtype if parts else "F32"
         found[name] = whole = AssembledTensor(DTYPES[dtype], shape, pieces)
         whole.check(name, path)
+    for name in {*(first.get("buffer_names") or ())} & first["module"].keys():  # every rank has them whole
+        found[name] = _whole(files, first["module"][name])
     for copy, name in (first.get("shared_params") or {}).items():
         found[copy] = found[name]
     return found

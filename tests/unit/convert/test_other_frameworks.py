@@ -20,6 +20,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.convert.frameworks.dcp import read_dcp
+from megatron.convert.frameworks.deepspeed import read_deepspeed
 from megatron.convert.frameworks.names import huggingface_names
 from megatron.convert.frameworks.pieces import AssembledTensor, PartialTensors
 from megatron.convert.huggingface.check import run_own_model
@@ -73,6 +74,20 @@ def test_partitions_of_zero_round_to_the_weights_in_bf16(written: Path, name: st
             read = source.read(ours, spec.view, part.box)
             assert read.dtype == torch.float32
             assert torch.equal(read.bfloat16(), part.arrange(weights[part.name])), part.name
+
+
+@pytest.mark.parametrize("name", ["deepspeed1", "deepspeed3"])
+def test_buffers_of_deepspeed_are_read(written: Path, tmp_path: Path, name: str) -> None:
+    """Such as the biases of routers in DeepSeek-V3, which no optimizer has."""
+    folder = shutil.copytree(next((written / name).glob("global_step*")), tmp_path / "x")
+    path, bias = min(folder.glob("*model_states.pt")), torch.arange(4.0)
+    state = torch.load(path, weights_only=True)
+    state["module"]["model.layers.1.mlp.gate.e_score_correction_bias"] = bias
+    state["buffer_names"] = ["model.layers.1.mlp.gate.e_score_correction_bias", "not.saved"]
+    torch.save(state, path)
+    found = read_deepspeed(folder)
+    assert torch.equal(found["model.layers.1.mlp.gate.e_score_correction_bias"].tensor(""), bias)
+    assert "not.saved" not in found
 
 
 class Command:

@@ -179,3 +179,15 @@ def test_memory_time_and_published_losses_are_shown(tmp_path: Path, capsys: pyte
     assert ", 2.00 of it; predicted for 1 ranks, the run has 8" in step
     assert any(line.startswith("memory ") and ", 1.10 of it" in line for line in lines)
     assert any(line.startswith("published  3.2847 at ") for line in lines)
+
+
+def test_a_published_loss_is_beside_that_of_validation_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = EXPECTED.with_name("train_gpt2_124m.json")
+    (published,) = json.loads(expected.read_text())["loss"]["published"]
+    run = run_folder(tmp_path / "run", means())
+    end = {"iteration": 101, "consumed-tokens": published["tokens"], "consumed-samples": 3232, "time": 101.0}
+    with (run / "metrics.jsonl").open("a") as file:
+        for name, loss in (("validation", 3.3), ("test", 4.0)):
+            file.write(json.dumps({**end, f"lm loss {name}": loss}) + "\n")
+    assert status(run, "--json", "--expected", str(expected)) == 2
+    assert [each["of_run"] for each in json.loads(capsys.readouterr().out)["published"]] == [3.3]
