@@ -106,7 +106,8 @@ def in_cell(record: Record | None, cell: Cell) -> str:
 INTRO = """# Verification cards
 
 Each row is a small model of one family of [Hugging Face models](huggingface.md), or of one kind of long context. Each
-column compares it with something independent. The cards are written by
+column but `curve` compares it with something independent. `kimi_k2` is the model of `deepseek_v3` under another
+name, by which `transformers` reads its export. The cards are written by
 
 ```bash
 python -m tests.cards                        # all; cells that have a current result are kept
@@ -128,15 +129,25 @@ the converter requires; `LLAMA_CPP` is its folder. There is no column for vLLM: 
 loads the export of `llama`, but its attention has no kernel for heads of 8 channels."""
 
 
+LLAMA_CPP = """## llama.cpp
+
+Both files go through llama.cpp's converter. It refuses a card only if it refuses both with the same words, and computes
+otherwise only if its logits of both are equal to the bit while `transformers` agrees with us; anything else fails. A
+family with options for which its files have no place has those of published models (`AS_PUBLISHED` in
+`tests/cards/llama_cpp.py`). Its table of GELU is in fp16, whence the second bound.""".splitlines()
+
+
 def page() -> str:
     """Return the text of docs/cards.md."""
     records = {card: read(card) for card in CARDS}
     filled = sum(map(len, records.values()))
-    red = sum("failure" in record for cells in records.values() for record in cells.values())
+    held = [record for cells in records.values() for record in cells.values()]
+    red, old = sum("failure" in record for record in held), sum(bool(record.get("older")) for record in held)
     lines = [
         INTRO,
         "",
-        f"{len(CARDS)} cards, {filled} of {len(CARDS) * len(CELLS)} cells have a result, {red} of these failed.",
+        f"{len(CARDS)} cards, {filled} of {len(CARDS) * len(CELLS)} cells have a result, {red} of these failed, "
+        f"{old} are older than their code.",
         "",
     ]
     lines += ["## What is compared", "", "| cell | what | fails above |", "|---|---|---|"]
@@ -152,7 +163,15 @@ def page() -> str:
                 presets = ", ".join(f"`{preset}`" for preset in card.presets)
                 link = f"[{name}](../tests/golden/cards/{name}.json)"
                 lines.append(f"| {link} | {presets} | {' | '.join(cells)} |")
-    lines += ["", "## Commands", "", "| card | command | commit | date | seconds |", "|---|---|---|---|--:|"]
+    lines += [
+        "",
+        *LLAMA_CPP,
+        "",
+        "## Commands",
+        "",
+        "| card | command | commit | date | seconds |",
+        "|---|---|---|---|--:|",
+    ]
     for name, results in records.items():
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for title, record in results.items():
