@@ -6,6 +6,7 @@ converter's.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -37,7 +38,7 @@ def convert(sources: str, folder: str, file: str) -> None:
 def main(sources: str, *pairs: str) -> None:
     """Convert each folder in a process of its own, which the imports, nearly all of the time, do not repeat."""
     sys.path[:0] = [sources, f"{sources}/gguf-py"]
-    import conversion
+    conversion: Any = importlib.import_module("conversion")
     import transformers.models.auto.modeling_auto  # noqa: F401
 
     original = conversion.get_model_class

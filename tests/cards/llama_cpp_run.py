@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import xllamacpp
+xllamacpp: Any = importlib.import_module("xllamacpp")  # no dependency of this project
 
 
 def server(question: dict[str, Any]) -> Any:

