@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +20,7 @@ from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from tests.cards import layouts, readers, results, training, twin
 from tests.cards.__main__ import main, measure, part_of_array
 from tests.cards.card import CARDS
+from tests.cards.cell import largest
 from tests.cards.cells import CELLS
 from tests.kit.pool import Pool
 
@@ -109,6 +112,17 @@ def forgetful(original: Callable[..., int]) -> Callable[..., int]:
     )
 
 
+def begins_anew(original: Callable[..., Path]) -> Callable[..., Path]:
+    """A killed run whose checkpoints are gone."""
+
+    def trained(folder: Path, flags: str) -> Path:
+        if folder.name == "parts":
+            rmtree(folder / "saved")
+        return original(folder, flags)
+
+    return trained
+
+
 def slower(self: Any, rates: Any, *rest: Any, **more: Any) -> Any:
     """Update with a rate that is too small."""
     return UPDATE(self, replace(rates, lr=0.9 * rates.lr), *rest, **more)
@@ -125,6 +139,19 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "bytes": lambda: patch.object(layouts, "rank_state_bytes", lambda *a: {"weights": 1}),
     "export": lambda: patch.object(readers, "logits_of", lambda twins, tokens: torch.zeros(())),
 }
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_anew_is_red(pool: Pool) -> None:
+    with patch.object(training, "trained", begins_anew(training.trained)):
+        assert "did not resume" in measure("llama", "resume", pool)[1]
+
+
+def test_nan_and_missing_measures_are_red() -> None:
+    assert math.isnan(largest([0.0, math.nan, 1.0])), "max would return 1"
+    assert CELLS["files"].failure({}) == "different was not measured"
+    assert CELLS["numbers"].failure(dict.fromkeys(CELLS["numbers"].bounds, math.nan))
+    assert not CELLS["layouts"].failure({"TP x PP": 0.0, "CP x ZeRO-3": 0.0}), "models without experts have no EP"
 
 
 @pytest.mark.parametrize("cell", [c if c in CHEAP else pytest.param(c, marks=pytest.mark.slow) for c in FAULTS])
