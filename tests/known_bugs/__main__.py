@@ -64,14 +64,22 @@ def run(pool: Pool, name: str) -> Outcome:
     clean, planted = ranks(detector.function, *detector.args), ranks(run_with_bug, name)
     absent, noticed = detector.right(clean), not detector.right(planted)
     outcome = Outcome(absent, noticed, largest(detector, clean), distances(detector, planted))
-    print(f"{name}: {'absent' if absent else 'PRESENT'}, {outcome.planted if noticed else 'NOT NOTICED'}", flush=True)
+    found = "absent" if absent else "PRESENT"
+    print(f"{name}: {found}; with the bug planted: {outcome.planted if noticed else 'NOT NOTICED'}", flush=True)
     return outcome
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=BUGS, default=())
+    kinds = dict.fromkeys(bug.kind for bug in BUGS.values())
+    names = "\n".join(f"{kind}:\n  " + "\n  ".join(n for n in BUGS if BUGS[n].kind == kind) for kind in kinds)
+    parser = argparse.ArgumentParser(
+        "python -m tests.known_bugs",
+        description=__doc__,
+        epilog=f"names, in the order of the page:\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", nargs="+", choices=BUGS, default=(), metavar="NAME")
     names = parser.parse_args().only
     with Pool() as pool:
         outcomes = {name: run(pool, name) for name in names or BUGS}
