@@ -17,7 +17,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.errors import MAX_NAMES
+from megatron.checkpoint.errors import MAX_NAMES, CheckpointError
 from megatron.checkpoint.format import intersect, relative_box
 from megatron.config.model import ModelConfig
 from megatron.config.text import listed
@@ -27,6 +27,7 @@ from megatron.convert.huggingface.weights import TensorMapping, huggingface_tens
 from megatron.convert.saved_model import MergedWeights
 from megatron.convert.weight_source import ModelSource
 from megatron.distributed import comm
+from megatron.distributed.launch import gather_results
 from megatron.distributed.param_layout import ShardBox, shard_boxes
 from megatron.distributed.sharding import Box, ShardSpec
 from megatron.layers.context import DTYPES
@@ -76,7 +77,7 @@ def stream_weights(
     dtype = DTYPES[trainer.config.precision.params_dtype] if dtype is None else dtype
     kinds = [torch.promote_types(torch.float32, dtype) if specs[parts[0].ours].wide else dtype for parts in tensors]
     sizes = [-(-prod(parts[0].stored) * kind.itemsize // 8) * 8 for parts, kind in zip(tensors, kinds)]
-    weights = LayoutWeights(trainer)
+    weights, finite = LayoutWeights(trainer), dtype != torch.float16
     added = (
         MergedWeights(cast("ModelSource", weights), weights, trainer.config.model)
         if merged and model != trainer.config.model
@@ -95,8 +96,11 @@ def stream_weights(
                     weights.place(part.ours, part.box, ours)
                 else:
                     found = added.read(part.ours, specs[part.ours].view, part.box)
+                    raise_if_overflow(part.ours, found.to(ours.dtype), found)  # equal on all ranks
                     if world.rank == 0:
                         ours.copy_(found)
+        if not finite:  # other ranks would wait for a rank that raises alone
+            gather_results(weights.raise_if_overflow, world)
         if everywhere:
             comm.all_reduce(bucket, world)
         else:
@@ -114,6 +118,7 @@ class LayoutWeights:
         self.world, self.device = trainer.mesh.world, trainer.device
         self.dtype = DTYPES[trainer.config.precision.params_dtype]
         self._held: dict[str, list[tuple[ShardBox, Tensor]]] = {}
+        self._overflow: CheckpointError | None = None
         layouts = [*(bucket.layout for bucket in trainer.buckets.buckets), *trainer.buckets.without_gradients]
         for layout, buffer in zip(layouts, trainer.optimizer.weights.buffers, strict=True):
             for name, spec in layout.specs.items():
@@ -131,8 +136,16 @@ class LayoutWeights:
             if inner is not None:
                 exact = held.view_in(part)[relative_box(inner, held.piece.global_box).slices]
                 rounded = exact.to(out.device, out.dtype)
-                raise_if_overflow(name, rounded, exact)
+                try:
+                    raise_if_overflow(name, rounded, exact)
+                except CheckpointError as error:
+                    self._overflow = self._overflow or error
                 out[relative_box(inner, box).slices] = rounded
+
+    def raise_if_overflow(self) -> None:
+        """Raise the error of the first tensor that this rank has placed with a value too large for fp16."""
+        if self._overflow is not None:
+            raise self._overflow
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
         """Return the elements of ``box`` of a tensor, on the host of all ranks."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +23,7 @@ from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from tests.cards import layouts, llama_cpp, readers, results, training, twin
 from tests.cards.__main__ import main, measure, part_of_array
 from tests.cards.card import CARDS
-from tests.cards.cell import CardError
+from tests.cards.cell import CardError, largest
 from tests.cards.cells import CELLS
 from tests.kit.cases import run_on
 from tests.kit.pool import Pool
@@ -116,6 +118,17 @@ def forgetful(original: Callable[..., int]) -> Callable[..., int]:
     )
 
 
+def begins_anew(original: Callable[..., Path]) -> Callable[..., Path]:
+    """A killed run whose checkpoints are gone."""
+
+    def trained(folder: Path, flags: str) -> Path:
+        if folder.name == "parts":
+            rmtree(folder / "saved")
+        return original(folder, flags)
+
+    return trained
+
+
 def slower(self: Any, rates: Any, *rest: Any, **more: Any) -> Any:
     """Update with a rate that is too small."""
     return UPDATE(self, replace(rates, lr=0.9 * rates.lr), *rest, **more)
@@ -145,6 +158,19 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "export": lambda: patch.object(readers, "logits_of", lambda twins, tokens: torch.zeros(())),
     "llama.cpp": lambda: patch.object(llama_cpp, "convert_to_huggingface", other_base(convert_to_huggingface)),
 }
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_anew_is_red(pool: Pool) -> None:
+    with patch.object(training, "trained", begins_anew(training.trained)):
+        assert "steps again is 50" in measure("llama", "resume", pool)[1]
+
+
+def test_nan_and_missing_measures_are_red() -> None:
+    assert math.isnan(largest([0.0, math.nan, 1.0])), "max would return 1"
+    assert CELLS["files"].failure({}) == "different was not measured"
+    assert CELLS["numbers"].failure(dict.fromkeys(CELLS["numbers"].bounds, math.nan))
+    assert not CELLS["layouts"].failure({"TP x PP": 0.0, "CP x ZeRO-3": 0.0}), "models without experts have no EP"
 
 
 def test_every_kind_of_cell_has_a_fault() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.arguments.cli import parse
 from megatron.arguments.sources import to_dict
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.save import save_sharded
 from megatron.config.training import TrainingConfig
@@ -133,6 +134,26 @@ def test_transformers_computes_the_same_with_streamed_weights() -> None:
         log_probs = model.eval()(tokens).logits.log_softmax(-1)[:, :-1]
     expected = log_probs.gather(2, tokens[:, 1:, None]).squeeze(2)
     torch.testing.assert_close(compute_logprobs(trainer, tokens), expected, rtol=0, atol=1e-5)
+
+
+def overflowing(rank: int, world_size: int, flags: str) -> str:
+    """The error of this rank where the last rank alone has values that are too large for fp16."""
+    trainer = trained(rank, world_size, flags)
+    if rank == world_size - 1:
+        for buffer in trainer.optimizer.weights.buffers:
+            buffer.part.fill_(1e6)
+    with pytest.raises(CheckpointError) as raised:
+        [*stream_weights(trainer, torch.float16)]
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("more", ["", "--lora-rank 4 --pretrained-checkpoint none"])
+def test_all_ranks_raise_if_a_value_of_one_is_too_large(pool: Pool, more: str) -> None:
+    ranks, flags = LAYOUTS["tp2-sp"]
+    flags = f"{flags} {more}"
+    first, *others = pool.run(ranks, overflowing, flags)
+    assert "too large for fp16" in first
+    assert others == [first] * (ranks - 1)
 
 
 def needed(rank: int, world_size: int, flags: str) -> tuple[int, int]:
