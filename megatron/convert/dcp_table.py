@@ -72,13 +72,18 @@ def place_in(path: Path, name: str) -> Path:
 
 
 def stored_boxes(path: Path, key: str, entry: Record, stored: Places) -> Iterator[tuple[Box, str, StoredPlace]]:
-    """Yield the boxes of a global tensor, each with its type and its place, which is removed from ``stored``."""
+    """Yield the boxes of a global tensor, each with its type and its place, which is removed from ``stored``.
+
+    A rank without elements, of a tensor with fewer rows than ranks, writes an empty box, which is left out.
+    """
     size = to_dims(entry.state["size"])
     for chunk in entry.state["chunks"]:
         box = Box(to_dims(chunk.state["offsets"]), to_dims(chunk.state["sizes"]))
-        if not prod(box.size) or not is_inside(box, size):
+        if not is_inside(box, size):
             seen = f"{path / METADATA}: {clipped(key)} {format_box(box)}"
-            raise DamagedCheckpointError(f"{seen} is empty, or not inside {list(size)}")
+            raise DamagedCheckpointError(f"{seen} is not inside {list(size)}")
+        if not prod(box.size):
+            continue
         yield box, entry.state["properties"].state[0], stored.pop((key, str(box.start)))  # each is read once
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,12 +53,14 @@ class Card:
         kind: ``dense``, ``MoE``, ``MLA``, ``hybrid`` or ``long context``.
         case: its name in the tables of ``tests/parity``, or in `LONG_CASES`.
         presets: models of ``--preset`` that have this architecture.
+        options: of the ``config.json``, in place of the case's.
     """
 
     model_type: str
     kind: str
     case: str
     presets: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_hybrid(self) -> bool:
@@ -77,12 +80,13 @@ class Card:
     @cached_property
     def parity_case(self) -> Case:
         """The architecture, of a model that is no hybrid."""
-        return {**BY_NAME, **LONG_CASES}[self.case]
+        case = {**BY_NAME, **LONG_CASES}[self.case]
+        return replace(case, theirs=case.theirs | dict(self.options))
 
     def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """A model of `transformers` with random weights; what published models have in fp32 stays so."""
         if self.is_hybrid:
-            model = hybrids.build(self.case)
+            model = hybrids.build(self.case, **self.options)
         else:
             model = test_hf_convert.build(self.parity_case, seed=1)
             with torch.no_grad():
@@ -104,7 +108,7 @@ class Card:
     @cached_property
     def config(self) -> ModelConfig:
         """Our options, as they are read from the ``config.json``."""
-        config = hybrids.config_of(self.case) if self.is_hybrid else self.parity_case.their_config()
+        config = hybrids.config_of(self.case, **self.options) if self.is_hybrid else self.parity_case.their_config()
         return ModelConfig(**model_config_values(config.to_dict() | {"model_type": self.model_type}, self.case))
 
     def translate(self, tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

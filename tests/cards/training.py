@@ -9,9 +9,9 @@ from pathlib import Path
 from megatron.arguments.sources import to_dict
 from megatron.config.run import RunConfig
 from tests.cards.card import Card
-from tests.cards.cell import CardError, Cell, Measures
+from tests.cards.cell import CardError, Cell, Measures, largest
 from tests.kit.pool import Pool
-from tests.kit.runs import checkpoint, run_in_process, steps
+from tests.kit.runs import checkpoint, records, run_in_process, steps
 from tools.preprocess_data import main as preprocess
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +19,8 @@ TEXT = ROOT / "LICENSE"
 """Its bytes are the tokens; it does not change."""
 
 LENGTH, STEPS, KILLED = 64, 100, 50
+LONG = "--seq-length 256 --micro-batch-size 1 --global-batch-size 2"
+"""As many tokens in samples that are longer than the windows of long contexts."""
 FLAGS = (
     f"--split 100,0,0 --seq-length {LENGTH} --micro-batch-size 4 --global-batch-size 8 --train-iters {STEPS} --lr 3e-3 "
     f"--lr-warmup-iters 10 --log-interval 1 --device cpu --num-workers 0 --save-interval {KILLED}"
@@ -28,6 +30,7 @@ FLAGS = (
 def flags_of(card: Card, folder: Path) -> str:
     """Write the model's options and the tokens to a folder; return the flags of a run."""
     positions = max(card.config.max_position_embeddings or 0, LENGTH)
+    samples = f" {LONG}" if card.is_long else ""
     model = replace(card.config, vocab_size=257, max_position_embeddings=positions)
     options = to_dict(RunConfig(model=model))["model"]
     if model.hybrid_layer_pattern is not None:
@@ -39,7 +42,7 @@ def flags_of(card: Card, folder: Path) -> str:
     argv = ["--input", str(folder / "text.jsonl"), "--append-eod", "--output-prefix", str(folder / "text")]
     if preprocess([*argv, "--tokenizer-type", "ByteTokenizer"]):
         raise CardError("the text could not be preprocessed")
-    return f"--config {folder}/model.yaml --data-path {folder}/text_text_document {FLAGS}"
+    return f"--config {folder}/model.yaml --data-path {folder}/text_text_document {FLAGS}{samples}"
 
 
 def run(folder: Path, flags: str, kill_after: int = 0) -> int:
@@ -76,15 +79,20 @@ def resume(card: Card, folder: Path, pool: Pool) -> Measures:
     if a.keys() != b.keys():
         raise CardError(f"one has no {sorted(a.keys() ^ b.keys())[0]}")
     own = {name for name in numbers.keys() | others.keys() if numbers.get(name) != others.get(name)}
-    records = [steps(of) for of in (whole, parts)]
-    lossless = max(abs(records[0][step]["lm loss"] - records[1][step]["lm loss"]) for step in records[0])
+    one, other = steps(whole), steps(parts)
+    losses = largest(abs(one[step]["lm loss"] - other[step]["lm loss"]) for step in one)
     differences = [(a[name].double() - b[name].double()).abs().max().item() for name in a if a[name].numel()]
-    return {"tensors": len(a), "state": max(differences), "losses": lossless, "other numbers": len(own)}
+    # a run that begins anew has the same numbers as one that resumes, and takes steps again
+    again = len(records(parts)) - STEPS
+    return {"tensors": len(a), "state": largest(differences), "losses": losses, "other numbers": len(own)} | {
+        "steps again": again
+    }
 
 
 COVERED = (
     *("megatron/training", "megatron/optimizer", "megatron/model", "megatron/layers", "megatron/data"),
-    *("megatron/pipeline", "megatron/checkpoint", "tests/cards/training.py"),
+    *("megatron/kernels", "megatron/distributed", "megatron/pipeline", "megatron/checkpoint"),
+    *("tests/cards/card.py", "tests/cards/training.py", "LICENSE"),
 )
 CELLS = {
     "curve": Cell(
@@ -97,8 +105,9 @@ CELLS = {
     "resume": Cell(
         resume,
         f"such a run killed with SIGKILL at step {KILLED} and resumed, against one that was not: largest difference of "
-        "weights and moments, of the losses of all steps; how many other numbers differ",
-        {"state": 0, "losses": 0, "other numbers": 0},
+        "weights and moments, of the losses of all steps; how many other numbers differ, and how many steps were taken "
+        "again",
+        {"state": 0, "losses": 0, "other numbers": 0, "steps again": 0},
         COVERED,
     ),
 }

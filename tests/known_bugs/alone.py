@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tests.cards.cell import largest
 from tests.distributed.detect import Detector
 
 
@@ -28,5 +29,5 @@ def _are_within(limit: float, ranks: Sequence[float]) -> bool:
 
 def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """The largest distance of a tensor from its reference, relative to the norm of the largest reference."""
-    scale = max(float(tensor.norm()) for tensor in expected.values())
-    return max(float((found[name] - tensor).norm()) for name, tensor in expected.items()) / scale
+    scale = largest(float(tensor.norm()) for tensor in expected.values())
+    return largest(float((found[name] - tensor).norm()) for name, tensor in expected.items()) / scale

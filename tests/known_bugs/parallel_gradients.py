@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,13 +17,14 @@ from megatron.config.parallel import ParallelConfig
 from megatron.distributed import mappings
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import ShardSpec
-from megatron.layers import loss
+from megatron.layers import latent_attention, loss
 from megatron.layers.router import Router
 from megatron.optimizer import distributed_optimizer
 from megatron.optimizer.distributed_optimizer import PartialGradReducer
 from megatron.optimizer.grad_buffer import Bucket, BufferPool, Reduction
 from tests.distributed import detect, faults, faults_of_shares
 from tests.distributed.detect import DETECTORS, recurrence_of, training
+from tests.distributed.grid import ATTENTION
 from tests.kit.cases import MODEL, Case
 from tests.known_bugs.bug import KnownBug
 
@@ -43,20 +44,25 @@ MOE_EP2_TP2 = replace(
 )
 MOE_ETP2 = replace(detect.MOE_EP2, parallel=ParallelConfig(expert_tensor_parallel_size=2), steps=1)
 PP2_TIED = Case(MODEL, ParallelConfig(pipeline_model_parallel_size=2), steps=1)
+PP2_TIED_SHARDS = replace(
+    PP2_TIED, parallel=replace(PP2_TIED.parallel, data_parallel_sharding_strategy="optim_grads"), dp=2
+)
 PP2_MTP = replace(
     PP2_TIED,
     model=replace(MODEL, position_embedding_type="rope", mtp_num_layers=1, untie_embeddings_and_output_weights=True),
 )
+MLA = replace(MODEL, **ATTENTION["latent"], position_embedding_type="rope")
+MLA_TP2 = Case(MLA, detect.TP2.parallel, steps=1)
 GDN_TP2 = training(replace(recurrence_of("gated-delta-net", detect.TP2.parallel), steps=1))
 
 
 # ---- Of gradients that are not summed
 
 
-def output_layer_keeps_its_input_gradient() -> AbstractContextManager[Any]:
-    """Every rank passes on the gradient of its own rows of the vocabulary."""
+def input_gradient_of_a_rank(module: ModuleType) -> AbstractContextManager[Any]:
+    """Layers of a module pass on the gradient of a rank's own rows of the vocabulary, or of its own heads."""
     kept = SimpleNamespace(copy_to_region=lambda x, group: x, gather_rows=mappings.gather_rows)
-    return patch.object(loss, "mappings", kept)
+    return patch.object(module, "mappings", kept)
 
 
 def router_detached_from_the_loss() -> AbstractContextManager[Any]:
@@ -206,6 +212,15 @@ BUGS = {
         detector=GDN_TP2,
         plant=partial(faults.partial_flipped, "layers.0.gated_delta_net.norm.weight"),
     ),
+    "rotary-key-gradient": KnownBug(
+        reports=("NVIDIA/Megatron-LM#1699", "NVIDIA/Megatron-LM#6839"),
+        kind=TENSOR,
+        bug="The heads of all ranks share the rotary key of latent attention; its gradient was that of a rank's own "
+        "heads.",
+        check=f"latent attention with TP 2 without sequence parallelism {LIKE_ONE}",
+        detector=training(MLA_TP2),
+        plant=partial(input_gradient_of_a_rank, latent_attention),
+    ),
     "output-layer-input-gradient": KnownBug(
         reports=("NovaSky-AI/SkyRL#1886",),
         kind=TENSOR,
@@ -213,7 +228,7 @@ BUGS = {
         "from one rank's rows of the vocabulary.",
         check=f"TP 2 without sequence parallelism {LIKE_ONE}",
         detector=DETECTORS["tp2"],
-        plant=output_layer_keeps_its_input_gradient,
+        plant=partial(input_gradient_of_a_rank, loss),
     ),
     "router-detached": KnownBug(
         reports=("NVIDIA-NeMo/Automodel#2995",),
@@ -273,8 +288,8 @@ BUGS = {
         kind=PIPELINE,
         bug="First and last stage shard their gradient buffers differently; the sum over both stages of the tied "
         "embedding added different elements.",
-        check=f"PP 2 with a tied embedding {LIKE_ONE}",
-        detector=training(PP2_TIED),
+        check=f"PP 2 with a tied embedding and ZeRO-2 on two replicas {LIKE_ONE}",
+        detector=training(PP2_TIED_SHARDS),
         plant=other_elements_of_a_tied_weight,
     ),
     "tied-weight-lost": KnownBug(

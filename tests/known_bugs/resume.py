@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,21 +15,28 @@ from unittest.mock import patch
 
 from torch import Tensor
 
+from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.data.loader import DataSource
 from megatron.distributed.launch import run_on_rank0
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
-from megatron.training import checkpointer
+from megatron.training import checkpoint_contents, checkpointer
 from megatron.training.components.average import AverageWeights
+from megatron.training.components.state_checksums import StateChecksums
 from megatron.training.trainer import Trainer
+from tests.cards.cell import largest
 from tests.kit.runs import NUMBERS, checkpoint, part_of, start, steps, tiny_run
 from tests.kit.solo import mesh_of
 from tests.known_bugs.alone import alone
 from tests.known_bugs.bug import KnownBug
 
 STOPPED, LAST = 3, 6
+STAGES = "--pipeline-model-parallel-size 2"
+LAYER = re.compile(r"(?<=layers\.)\d+")
 INITIAL_SCALE = 2.0**10
 BF16 = "--bf16 --optimizer muon --ema-decay 0.5 --lr-warmup-iters 2 --lr-decay-style cosine"
+FP64 = "--params-dtype fp64"
 FP16 = f"--fp16 --initial-loss-scale {INITIAL_SCALE} --loss-scale-window 2"
 
 
@@ -49,8 +57,8 @@ def common_folder(rank: int, world_size: int) -> Path:
     return Path(run_on_rank0(partial(tempfile.mkdtemp, prefix="resumed-"), mesh_of(rank, world_size).world))
 
 
-def resumed(rank: int, world_size: int, flags: str) -> float:
-    """The steps after a stop, and the last checkpoint, from those of a run that was not stopped."""
+def resumed(rank: int, world_size: int, flags: str, after: str = "") -> float:
+    """The steps after a stop, with flags for them alone, and the last checkpoint, from those of a run without."""
     parts, whole = common_folder(rank, world_size), UNDISTURBED.get(flags)
     if whole is None:
         whole = common_folder(rank, world_size)
@@ -59,20 +67,22 @@ def resumed(rank: int, world_size: int, flags: str) -> float:
     if rank == 0:
         name = f"iter_{STOPPED:07d}"
         shutil.copytree(whole / "saved" / name, parts / "saved" / name)
-    run(parts, flags, rank, world_size)
+    run(parts, f"{flags} {after}", rank, world_size)
     if rank:
         return 0.0
     after, expected = steps(parts), steps(whole)
+    if min(after) <= STOPPED:
+        raise RuntimeError("the run began anew, which has the same numbers")
     numbers = [of(after[i], expected[i]) for i in range(STOPPED + 1, LAST + 1)]
     (tensors, _), (those, _) = (checkpoint(folder / f"saved/iter_{LAST:07d}") for folder in (parts, whole))
     shutil.rmtree(parts)
-    return max([*numbers, *(relative(tensors[n], those[n]) for n in those)])
+    return largest([*numbers, *(relative(tensors[n], those[n]) for n in those)])
 
 
 def of(found: dict[str, Any], expected: dict[str, Any]) -> float:
     """The largest relative distance of the numbers of a step."""
     same = [name for name in NUMBERS & expected.keys() if isinstance(expected[name], float | int)]
-    return max(abs(found[name] - expected[name]) / max(abs(expected[name]), 1e-12) for name in same)
+    return largest(abs(found[name] - expected[name]) / max(abs(expected[name]), 1e-12) for name in same)
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -103,9 +113,13 @@ def moments_forgotten() -> AbstractContextManager[Any]:
     return _after_loading(forget)
 
 
-def updates_counted_anew() -> AbstractContextManager[Any]:
-    """Adam corrects its moments as in the first steps."""
-    return _after_loading(lambda trainer: trainer.optimizer.set_steps_applied(0))
+def schedule_begins_anew() -> AbstractContextManager[Any]:
+    """The learning rate is that of the first steps."""
+
+    def change(trainer: Trainer) -> None:
+        trainer.schedule = replace(trainer.schedule, begin=trainer.schedule.begin + trainer.consumed_samples)
+
+    return _after_loading(change)
 
 
 def main_parameters_rounded() -> AbstractContextManager[Any]:
@@ -160,6 +174,21 @@ def samples_from_the_beginning() -> AbstractContextManager[Any]:
     return _after_loading(change)
 
 
+@contextmanager
+def layers_numbered_in_their_stage() -> Iterator[None]:
+    """Each stage reads layers by their numbers inside of it, and nothing compares the checksums of what was loaded."""
+    original = checkpoint_contents.load_sharded  # type: ignore[attr-defined]
+
+    def load(manifest: Manifest, tensors: Mapping[str, GlobalTensor], *rest: Any) -> None:
+        first = min(int(number) for name in tensors for number in LAYER.findall(name))
+        local = {LAYER.sub(lambda n: str(int(n[0]) - first), name): tensor for name, tensor in tensors.items()}
+        original(manifest, local, *rest)
+
+    unchecked = patch.object(StateChecksums, "load_state_dict", lambda self, state: None)
+    with patch.object(checkpoint_contents, "load_sharded", load), unchecked:
+        yield
+
+
 def weights_not_gathered() -> AbstractContextManager[Any]:
     """Each rank rounds the main parameters that it has loaded to its own part of the weights, and gathers none."""
     write = "write_weights"
@@ -185,13 +214,22 @@ BUGS = {
         detector=replace(alone(resumed, f"{BF16} --use-distributed-optimizer", within=0.0), world_size=2),
         plant=weights_not_gathered,
     ),
-    "updates-counted-anew": KnownBug(
+    "layers-of-the-first-stage": KnownBug(
+        reports=("NVIDIA/Megatron-LM#7452 (finding 12)",),
+        kind="Resuming",
+        bug="a checkpoint named the layers of a stage from 0, so that with more stages all loaded those of the first",
+        check="six steps on two replicas, of which the last three run in two stages, against six on the replicas: "
+        "every number and every tensor of the checkpoint (its checksums, which find this bug too, are left out)",
+        detector=replace(alone(resumed, FP64, STAGES), world_size=2),
+        plant=layers_numbered_in_their_stage,
+    ),
+    "schedule-begins-anew": KnownBug(
         reports=("NVIDIA-NeMo/Automodel#763",),
         kind="Resuming",
-        bug="the number of steps of the optimizer was 0 again",
+        bug="the steps of the schedule were counted from 0 again, so the learning rate was that of the first step",
         check=SAME,
         detector=alone(resumed, BF16, within=0.0),
-        plant=updates_counted_anew,
+        plant=schedule_begins_anew,
     ),
     "main-parameters-rounded": KnownBug(
         reports=("TensorAuto/OpenTau#185", "NVIDIA/apex#42"),

@@ -148,7 +148,8 @@ def run_case(folder: Path, case: Case, pool: Pool | None = None, fault: str = ""
         RuntimeError: if one of them fails.
     """
     write_text(folder)
-    theirs = run_core(folder, [*case.all_flags, *case.theirs.split()], case.ranks, save={"0": "start"}, fault=fault)
+    job = {"save": {"0": "start"}, "fault": f"{case.code}\n{fault}"}
+    theirs = run_core(folder, [*case.all_flags, *case.theirs.split()], case.ranks, **job)
     flags = [*case.all_flags, "--load", f"megatron:{folder}/start", "--resume-mode", "weights-only"]
     if case.ranks == 1 or pool is None:
         return difference(theirs, run_ours(folder, flags))

@@ -66,9 +66,12 @@ from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
+from megatron.core.utils import get_batch_on_this_cp_rank  # noqa: E402
+
+torch_layers = importlib.import_module("torch_layers")  # beside this file, too
 
 no_gpu.replace_optimizer()
-moe_utils.te_general_gemm = None  # release 0.16.1 names it, but defines it with Transformer Engine alone
+torch_layers.install()
 
 DEFAULTS: dict[str, Any] = {
     "num_layers": 2,
@@ -89,6 +92,7 @@ DEFAULTS: dict[str, Any] = {
     "rotary_interleaved": False,
     "normalization": "LayerNorm",
     "layernorm_epsilon": 1e-5,
+    "apply_layernorm_1p": False,
     "add_bias_linear": True,
     "bias_gelu_fusion": True,
     "swiglu": False,
@@ -99,6 +103,7 @@ DEFAULTS: dict[str, Any] = {
     "group_query_attention": False,
     "num_query_groups": None,
     "multi_latent_attention": False,
+    "q_lora_rank": None,
     "num_experts": None,
     "moe_layer_freq": 1,
     "mtp_num_layers": None,
@@ -133,7 +138,6 @@ DEFAULTS: dict[str, Any] = {
 RENAMED = {
     "disable_bias_linear": ("add_bias_linear", False),
     "no_bias_gelu_fusion": ("bias_gelu_fusion", False),
-    "apply_layernorm_1p": ("layernorm_zero_centered_gamma", True),
     "no_masked_softmax_fusion": ("masked_softmax_fusion", False),
 }
 """Flags without a value -> attribute and value."""
@@ -206,6 +210,7 @@ def model_config(args: Namespace) -> TransformerConfig:
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     values = fields(kind, args) | {
         "num_moe_experts": args.num_experts,
+        "layernorm_zero_centered_gamma": args.apply_layernorm_1p,
         "pipeline_dtype": args.params_dtype,
         "bias_activation_fusion": not args.swiglu and args.bias_gelu_fusion and args.add_bias_linear,
         "deallocate_pipeline_outputs": False,  # gloo may still be sending them
@@ -229,12 +234,13 @@ def model_config(args: Namespace) -> TransformerConfig:
 def build_chunk(args: Namespace, config: TransformerConfig, stage: int | None) -> GPTModel:
     """Return the model, or one chunk of it."""
     dense = {"use_transformer_engine": False, "normalization": args.normalization}
-    spec = get_gpt_decoder_block_spec(config, **dense, vp_stage=stage)
+    spec = torch_layers.replaced(get_gpt_decoder_block_spec(config, **dense, vp_stage=stage), config)
     further = None
     if args.mtp_num_layers:
         further = get_gpt_mtp_block_spec(
             config, get_gpt_decoder_layer_specs(config, **dense)[-1], use_transformer_engine=False, vp_stage=stage
         )
+        further = torch_layers.replaced(further, config)
     ends = {"ignore_virtual": False, "vp_stage": stage}
     chunk = GPTModel(
         config,
@@ -331,7 +337,7 @@ def microbatches(args: Namespace, dataset: Any, consumed: int) -> Iterator[dict[
 
 def forward(args: Namespace, batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
     """Compute the loss of each token of a micro-batch; return it, and the function that sums it."""
-    batch = next(batches)
+    batch = get_batch_on_this_cp_rank(next(batches))
     more = {"loss_mask": batch["loss_mask"]} if args.mtp_num_layers else {}
     losses = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"], **more)
     return losses, partial(summed, batch["loss_mask"])
@@ -488,12 +494,13 @@ def fork(rank: int, ranks: int, path: Path) -> int:
 
 
 def end_with_parent() -> None:
-    """Let the kernel end this process with the one that forked it, also if that is killed."""
+    """Let the kernel end this process with the one that started it, also if that is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
     """Run the jobs."""
+    end_with_parent()  # at once, also while ranks run
     os.register_at_fork(after_in_child=end_with_parent)  # ranks, and the processes that saving starts in them
     for line in sys.stdin:
         ranks, path = line.split(maxsplit=1)

@@ -82,6 +82,8 @@ def replace_cuda() -> None:
     torch.Tensor.type = cuda_type(torch.Tensor.type)
     torch.Tensor.pin_memory = lambda self, *args: self
     torch.distributed.all_to_all_single = with_lists(torch.distributed.all_to_all_single)
+    torch.distributed.all_gather = gathered_unevenly
+    torch.distributed.reduce_scatter = summed_unevenly
 
 
 FACTORIES = "empty zeros ones full rand randn tensor arange empty_like zeros_like ones_like full_like eye"
@@ -112,6 +114,21 @@ def with_lists(function: Any) -> Any:
         return function(*args, **kwargs | sizes)
 
     return exchanged
+
+
+def gathered_unevenly(outputs: Any, own: Any, group: Any = None, async_op: bool = False) -> None:
+    """Gather tensors of several sizes, which gloo does not: each rank broadcasts its own."""
+    for rank, output in enumerate(outputs):
+        if rank == torch.distributed.get_rank(group):
+            output.copy_(own)
+        torch.distributed.broadcast(output, group=group, group_src=rank)
+
+
+def summed_unevenly(output: Any, parts: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
+    """Sum tensors over the ranks, which each receive one, of a size of its own."""
+    whole = torch.cat(list(parts))
+    torch.distributed.all_reduce(whole, group=group)
+    output.copy_(whole.split([len(part) for part in parts])[torch.distributed.get_rank(group)])
 
 
 def cuda_type(function: Any) -> Any:

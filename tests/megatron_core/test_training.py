@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.pool import Pool
-from tests.megatron_core.beside import missing, run_case, run_core
+from tests.megatron_core.beside import missing, run_case
 from tests.megatron_core.cases import CASES, Case
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -18,10 +18,6 @@ BY_NAME = {case.name: case for case in CASES}
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_training_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool, case: Case) -> None:
     monkeypatch.chdir(tmp_path)
-    if case.refused:
-        with pytest.raises(RuntimeError, match=case.refused):
-            run_core(tmp_path, case.all_flags, case.ranks)
-        return
     found = run_case(tmp_path, case, pool)
     assert found.steps >= 50
     assert found.loss <= case.loss
@@ -37,6 +33,17 @@ FAULTS = {
     "scale of the auxiliary loss": ("auxiliary loss", "--moe-aux-loss-coeff 0.0101", ""),
     "scale of the z-loss": ("z-loss", "--moe-z-loss-coeff 1.01e-3", ""),
     "update of biases": ("sigmoid, biases of experts", "--moe-router-bias-update-rate 0.0101", ""),
+    "norms not summed over the sequence": (
+        "TP 2, sequence parallel",
+        "",
+        "torch_layers.mark_sequence_parallel = lambda module, config: None",
+    ),
+    "context-parallel ranks attend to all tokens": (
+        "CP 2",
+        "",
+        "attention = F.scaled_dot_product_attention\n"
+        "F.scaled_dot_product_attention = lambda q, k, v, seen, **options: attention(q, k, v, **options)",
+    ),
     "no auxiliary gradient": (
         "auxiliary loss, large",
         "",

@@ -75,21 +75,21 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 """Names of cases -> transformers' class of configurations without ``Config``, and its options."""
 
 
-def config_of(name: str) -> Any:
-    """The configuration of a case."""
+def config_of(name: str, **others: Any) -> Any:
+    """The configuration of a case, or with other options."""
     import transformers
 
     family, options = HYBRIDS[name]
-    config = getattr(transformers, f"{family}Config")(**options, use_cache=False)
+    config = getattr(transformers, f"{family}Config")(**options | others, use_cache=False)
     config._experts_implementation = "eager"  # the others want widths that are multiples of 16 bytes
     return config
 
 
-def build(name: str, seed: int = 1) -> nn.Module:
+def build(name: str, seed: int = 1, **others: Any) -> nn.Module:
     """A model of transformers whose weights hide no mistake, in fp32."""
     import transformers
 
-    family, config = HYBRIDS[name][0], config_of(name)
+    family, config = HYBRIDS[name][0], config_of(name, **others)
     torch.manual_seed(seed)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():

@@ -25,7 +25,7 @@ def test_every_case_has_a_row_inside_of_its_limits() -> None:
 
 
 def test_the_numbers_of_the_readme() -> None:
-    plain = [ROWS[key(case)] for case in CASES if (case.loss, case.norm) == (LOSS, NORM) and not case.refused]
+    plain = [ROWS[key(case)] for case in CASES if (case.loss, case.norm) == (LOSS, NORM)]
     losses, norms = (max(float(row[name]) for row in plain) for name in ("loss", "norm"))
     sentence = f"{len(plain)} cases: loss within {losses:.1e}, gradient norm within {norms:.1e}"
     assert sentence in (ROOT / "README.md").read_text()

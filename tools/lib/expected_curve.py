@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,20 +104,26 @@ class ComparedSpan:
         return BELOW if self.loss < self.low else ON if self.loss <= self.high else ABOVE
 
 
-def compare_losses(history: RunHistory, points: Sequence[Mapping[str, float]]) -> list[ComparedSpan]:
+def compare_losses(
+    history: RunHistory, points: Sequence[Mapping[str, float]], interval: float = math.inf
+) -> list[ComparedSpan]:
     """Compare the log lines of a run with the points of a band.
 
     Both are means over the steps since the previous one. They are averaged over spans between numbers of tokens that
-    both have, weighted by their tokens, so that other intervals between log lines can be compared.
+    both have, weighted by their tokens, so that other intervals between log lines can be compared. Spans that lack
+    lines are left out, such as those before a run that continues another: a line is the mean over ``interval`` steps.
     """
-    lines = [(point.tokens, float(point.line["lm loss"])) for point in history.train]
+    lines = [(point.tokens, point.loss) for point in history.train]
+    numbers = [0, *(point.iteration for point in history.train)]
+    gaps = [tokens for (tokens, _), (last, step) in zip(lines, pairwise(numbers)) if step - last > interval]
     steps = {point.tokens: point.iteration for point in history.train}
     common = [tokens for tokens in sorted({int(p["tokens"]) for p in points}) if tokens in steps]
     spans, begin = [], 0
     for end in common:
-        of_run = _mean(lines, begin, end)
-        low, high = (_mean([(int(p["tokens"]), p[name]) for p in points], begin, end) for name in ("low", "high"))
-        spans.append(ComparedSpan(steps[end], end, of_run, low, high))
+        if not any(begin < at <= end for at in gaps):
+            of_run = _mean(lines, begin, end)
+            low, high = (_mean([(int(p["tokens"]), p[name]) for p in points], begin, end) for name in ("low", "high"))
+            spans.append(ComparedSpan(steps[end], end, of_run, low, high))
         begin = end
     return spans
 
@@ -217,7 +224,7 @@ def compare_run(folder: Path, file: Path | None = None, any_data: bool = False) 
             f"the band is of {data['name']}, the run of other data; fix: {data['prepare']} && {data['command']}"
         )
     else:
-        compared.spans = compare_losses(history, loss["points"])
+        compared.spans = compare_losses(history, loss["points"], run.options["log_interval"])
         if not compared.spans:
             compared.reason = f"no log line is of one of the {len(loss['points'])} numbers of tokens of the band"
             return compared
@@ -235,10 +242,11 @@ def _add_costs(compared: RunComparison, history: RunHistory) -> None:
 
 
 def _published(loss: Mapping[str, Any], history: RunHistory) -> Iterator[tuple[int, float, float | None, str]]:
-    """Yield published losses with that of the last evaluation within 2 % of their tokens."""
+    """Yield published losses with that of the last evaluation of validation data within 2 % of their tokens."""
+    evaluations = [point for point in history.evaluations if point.name == "validation" and math.isfinite(point.loss)]
     for each in loss.get("published", ()):
-        near = [point for point in history.evaluations if abs(point.tokens / each["tokens"] - 1) < 0.02]
-        value = float(near[-1].line["lm loss validation"]) if near and near[-1].name == "validation" else None
+        near = [point.loss for point in evaluations if abs(point.tokens / each["tokens"] - 1) < 0.02]
+        value = near[-1] if near else None
         yield int(each["tokens"]), float(each["loss"]), value, str(each["source"])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from os.path import exists, isdir, isfile  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -164,9 +164,9 @@ MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model", ".pt", ".
 """Of the files that are read from a folder of Hugging Face, or of another program's checkpoint."""
 
 
-def link_problems(folder: Path) -> Iterator[Problem]:
-    """Yield a problem if links lead out of the folder of a Hugging Face model."""
-    if isdir(folder) and (links := describe_outside_links(folder, suffixes=MODEL_SUFFIXES)):
+def link_problems(folder: Path, files: Iterable[Path] | None = None) -> Iterator[Problem]:
+    """Yield a problem if ``files``, by default those of a Hugging Face model in the folder, lie outside of it."""
+    if isdir(folder) and (links := describe_outside_links(folder, files, MODEL_SUFFIXES)):
         yield Problem("E853", links, (FOLLOW_LINKS,))
 
 

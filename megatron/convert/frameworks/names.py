@@ -11,10 +11,14 @@ from collections.abc import Collection, Mapping
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.model import ModelConfig
+from megatron.config.text import clipped, listed
 from megatron.convert.frameworks.pieces import ElementOf, PartialTensor, PartialTensors, RotaryHalves, RowsOf
 
 WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Names of modules that torch puts around others: of torch.compile, FSDP1 and activation checkpoints."""
+
+USUAL = {"", "model", "module", "app", "state", "state_dict"}
+"""Words before the names of the model that is trained, beside an average of it or a second model."""
 
 TORCHTITAN = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -75,9 +79,11 @@ def huggingface_names(
         where: location, for messages.
 
     Raises:
-        CheckpointError: if no name is that of an embedding of a known program.
+        CheckpointError: if no name is that of an embedding of a known program, or there are several models.
     """
     plain = {WRAPPERS.sub("", key): tensor for key, tensor in tensors.items()}
+    if len(plain) < len(tensors):
+        raise CheckpointError(f"{where} holds names that differ only in the names of wrappers, such as _orig_mod")
     titan = without_prefix(plain, ("tok_embeddings.weight",))
     if titan is not None:
         return _from_torchtitan(titan, kind, model)
@@ -92,11 +98,21 @@ def huggingface_names(
 
 
 def without_prefix(tensors: PartialTensors, marks: Collection[str]) -> PartialTensors | None:
-    """Return the tensors that have the shortest prefix of one of ``marks``, without it; None if there is none."""
+    """Return the tensors that have the prefix of one of ``marks``, without it; None if there is none.
+
+    Raises:
+        CheckpointError: if there are several, and not one whose words are all `USUAL`.
+    """
     found = [key.removesuffix(mark) for key in tensors for mark in marks if key == mark or key.endswith(f".{mark}")]
     if not found:
         return None
-    prefix = min(found, key=len)
+    shortest = min(found, key=len)
+    models = {shortest, *(prefix for prefix in found if not prefix.startswith(shortest))}
+    usual = {prefix for prefix in models if USUAL.issuperset(prefix.split("."))}
+    if len(models) > 1 and len(usual) != 1:
+        seen = f"the checkpoint holds several models, {listed([f'{clipped(prefix)}*' for prefix in sorted(models)])}"
+        raise CheckpointError(seen, "save the state of one model alone")
+    prefix = usual.pop() if usual else shortest
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
 

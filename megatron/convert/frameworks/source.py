@@ -54,7 +54,9 @@ def open_framework(
     folder = find_framework_checkpoint(scheme, place, flag)
     config_folder = find_config_folder(f"{scheme}{folder}")
     if not follow_links:
-        refuse_outside_links(folder)
+        refuse_outside_links(Path(place), [folder])
+        refuse_outside_links(folder, (file for file in sorted(folder.rglob("*")) if file.is_file()))
+        refuse_outside_links(config_folder or folder)  # with its tokenizer
     if config_folder is None and model is None:
         sentence = f"{folder} holds no {CONFIG_FILE}, so the architecture of its model is unknown"
         fix = f"cp {CONFIG_FILE}_OF_THE_HUGGING_FACE_MODEL {shell_word(str(folder / CONFIG_FILE))}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,9 +118,9 @@ def model_folder(name: str | Path, files: tuple[str, ...] = MODEL_FILES) -> Path
         raise UserError([Problem("E850", error.seen, error.fixes)]) from None
 
 
-def refuse_outside_links(folder: Path) -> None:
-    """Raise UserError if links lead out of the folder of a Hugging Face model."""
-    if found := list(link_problems(folder)):
+def refuse_outside_links(folder: Path, files: Iterable[Path] | None = None) -> None:
+    """Raise UserError if ``files``, by default those of a Hugging Face model in the folder, lie outside of it."""
+    if found := list(link_problems(folder, files)):
         raise UserError(found)
 
 

@@ -276,7 +276,7 @@ DOTS1 = replace(
         **LLAMA.fixed,
         "attention_bias": (False,),
         "moe_layer_freq": (1,),
-        "scoring_func": ("noaux_tc", "sigmoid"),
+        "scoring_func": ("sigmoid", "noaux_tc"),
         "topk_method": ("noaux_tc",),
     },
     always={**SWIGLU, **NO_BIAS, **_SIGMOID, "qk_layernorm": True},

@@ -26,6 +26,7 @@ from megatron.convert.huggingface.keys import (
     read_bool,
     read_no_rope_layers,
     read_number,
+    resolved,
     rope,
     rope_of_kinds,
     softcaps,
@@ -57,6 +58,8 @@ GPT2 = ModelFamily(
         activation("activation_function", "gelu_new", GELUS),
         # the default of ModelConfig
         KeyGroup(read=lambda c: {"ffn_hidden_size": None} if c.get("n_inner") == 4 * read_number(_WIDTH, c) else {}),
+        # of published models, and required by llama.cpp
+        KeyGroup(write=lambda m: {"n_ctx": resolved(m, "max_position_embeddings")}),
         KeyGroup(can=DIVIDES_HIDDEN),
     ),
     fixed={

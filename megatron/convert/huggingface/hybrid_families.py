@@ -526,7 +526,8 @@ def _write_granite_layers(text: str) -> FieldValues | None:
     kinds = blocks_of(text, _MIXERS, text[-1])
     if kinds is None or text[-1] not in "-E":
         return None
-    return {"layer_types": kinds, "num_local_experts": 0}  # those with experts write their number
+    published = {kind: name for name, kind in _OLD_KINDS.items()}  # llama.cpp knows only these
+    return {"layer_types": [published[kind] for kind in kinds], "num_local_experts": 0}  # experts write their number
 
 
 _WIDTH, _EXPERT_WIDTH = ConfigKey("", "shared_intermediate_size", 1024), ConfigKey("", "intermediate_size", 11008)

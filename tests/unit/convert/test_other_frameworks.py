@@ -7,15 +7,21 @@ import pickle
 import re
 import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.errors import UserError
+from megatron.config.model import ModelConfig
+from megatron.convert.frameworks.dcp import read_dcp
+from megatron.convert.frameworks.names import huggingface_names
+from megatron.convert.frameworks.pieces import AssembledTensor, PartialTensors
 from megatron.convert.huggingface.check import run_own_model
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.convert.sources import open_source
@@ -103,6 +109,21 @@ def plant_code(pattern: str) -> Callable[[Path], None]:
     return plant
 
 
+def move_out(pattern: str) -> Callable[[Path], None]:
+    def move(folder: Path) -> None:
+        path, outside = sorted(folder.rglob(pattern))[0], folder.parent / "outside"
+        outside.mkdir()
+        shutil.move(path, outside / "file")
+        path.symlink_to(outside / "file")
+
+    return move
+
+
+def link_tokenizer(folder: Path) -> None:
+    (folder.parent / "secret").write_text("{}")
+    (folder / "tokenizer.json").symlink_to(folder.parent / "secret")
+
+
 DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
     ("fsdp2", drop_config, "E850"),
     ("fsdp2", drop_one_file("*.distcp"), "lacks __1_0.distcp"),
@@ -114,6 +135,11 @@ DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
     ("deepspeed3", plant_code("*model_states.pt"), "names posix.system"),
     ("nanotron", drop_one_file("*tp-rank-1*"), "does not hold all of"),
     ("nanotron", cut_one_file("*tp-rank-1*"), "is not a safetensors file"),
+    ("nanotron", move_out("model_*.safetensors"), "E853"),
+    ("nanotron", move_out("2"), "E853"),
+    ("fsdp2", move_out(".metadata"), "E853"),
+    ("deepspeed1", move_out("*optim_states.pt"), "E853"),
+    ("deepspeed1", link_tokenizer, "E853"),
 ]
 """Checkpoints, what becomes of them, and words of the error."""
 
@@ -133,3 +159,44 @@ def test_a_damaged_checkpoint_is_refused(
     with pytest.raises((CheckpointError, UserError), match=re.escape(words)):
         open_source(f"{WRITTEN[name]}{tmp_path / name}")
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_rank_without_rows_of_a_tensor_writes_an_empty_box(tmp_path: Path) -> None:
+    """As FSDP2 does for a tensor with fewer rows than ranks."""
+    dcp.save({"a": torch.ones(2, 3), "b": torch.ones(0)}, checkpoint_id=tmp_path)
+    table: dcp.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    entry = table.state_dict_metadata["a"]
+    assert isinstance(entry, TensorStorageMetadata)
+    entry.chunks.append(ChunkStorageMetadata(torch.Size((2, 0)), torch.Size((0, 3))))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(table))
+    found = read_dcp(tmp_path)
+    assert [*found] == ["a"]
+    assert torch.equal(found["a"].tensor("a"), torch.ones(2, 3))
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("keys", "read"),
+    [
+        ((EMBEDDING, f"ema.{EMBEDDING}"), 0),
+        ((f"ema.{EMBEDDING}", f"app.model.{EMBEDDING}", f"app.model.draft.{EMBEDDING}"), 1),
+        ((f"ema_model.{EMBEDDING}", f"model._orig_mod.{EMBEDDING}"), 1),
+        ((f"net.{EMBEDDING}", f"ema.{EMBEDDING}"), "several models"),
+        ((f"policy.{EMBEDDING}", f"ref.{EMBEDDING}"), "several models"),
+        ((EMBEDDING, f"_orig_mod.{EMBEDDING}"), "names of wrappers"),
+        ((f"net.{EMBEDDING}",), 0),
+    ],
+)
+def test_the_model_that_is_trained_is_read(keys: Sequence[str], read: int | str) -> None:
+    tensors = {key: AssembledTensor(torch.float32, (place,), ()) for place, key in enumerate(keys)}
+
+    def names() -> PartialTensors:
+        return huggingface_names(tensors, "llama", ModelConfig(), "model.", "DIR")
+
+    if isinstance(read, str):
+        with pytest.raises(CheckpointError, match=read):
+            names()
+    else:
+        assert names()[EMBEDDING].shape("") == (read,)

@@ -40,7 +40,8 @@ def run_folder(
     lines: list[dict[str, Any]] = [{"event": "start", "iteration": 0, "consumed-tokens": 0, "time": 0.0}]
     for step, loss in losses:
         line = {"iteration": step, "consumed-tokens": step * STEP, "consumed-samples": 32 * step, "time": step}
-        lines.append({**line, "lm loss": loss, "grad-norm": 1.0, "batch-size": 32, "iteration-time": 0.5, **more})
+        written = None if math.isnan(loss) else loss
+        lines.append({**line, "lm loss": written, "grad-norm": 1.0, "batch-size": 32, "iteration-time": 0.5, **more})
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder
 
@@ -128,6 +129,25 @@ def test_other_log_intervals_are_compared_over_common_steps(tmp_path: Path, inte
     for span in spans:
         middle = (span.low + span.high) / 2
         assert span.loss == pytest.approx(middle, abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("kept", "steps"),
+    [(slice(5, None), [70, 80, 90, 100]), (slice(9, None), []), (slice(3), [10, 20, 30])],
+    ids=["continues another", "one line", "crashed"],
+)
+def test_spans_without_their_lines_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: slice, steps: list[int]
+) -> None:
+    run = run_folder(tmp_path / "run", means()[kept])
+    assert status(run, "--json") == (0 if steps else 2)
+    assert [span["step"] for span in json.loads(capsys.readouterr().out)["spans"]] == steps
+
+
+def test_lines_that_are_lost_in_the_middle_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_folder(tmp_path / "run", means()[:2] + means()[7:])
+    assert status(run, "--json") == 0
+    assert [span["step"] for span in json.loads(capsys.readouterr().out)["spans"]] == [10, 20, 90, 100]
 
 
 def test_what_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
