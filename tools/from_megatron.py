@@ -343,6 +343,13 @@ def compare_with_stored(parsed: ParsedArguments) -> tuple[list[tuple[str, str, s
     return rows, list(changes.problems)
 
 
+def preset_and_files(known: argparse.Namespace) -> list[str]:
+    """Return the preset, configuration files and fields of a command line, as flags."""
+    flags = ["--preset", known.preset] if known.preset else []
+    flags += ["--config", *known.config] if known.config else []
+    return flags + (["--set", *known.set] if known.set else [])
+
+
 def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, str, str]], list[str], Sequence[Problem]]:
     """Return what becomes of each setting (the setting, the verdict, an explanation), and the flags for here.
 
@@ -357,7 +364,7 @@ def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, st
     config = flags_config(command_line)
     spellings = {word.partition("=")[0] for word in run.flags}
     dropped = {flag: note for flag, note in meaning_notes(spellings, config) if "would ignore it" in note}
-    rows, flags, reported = list(run.rows), list[str](), set[Problem]()
+    rows, flags, reported = list(run.rows), preset_and_files(command_line.known), set[Problem]()
 
     def add(words: Sequence[str], verdict: str, text: str, here: Sequence[str]) -> None:
         spelling = words[0].partition("=")[0]

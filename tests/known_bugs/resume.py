@@ -219,7 +219,8 @@ BUGS = {
         reports=("NVIDIA/Megatron-LM#7452 (finding 12)",),
         kind="Resuming",
         bug="a checkpoint named the layers of a stage from 0, so that with more stages all loaded those of the first",
-        check="Three steps on two replicas and three in two stages, without checksums, against six on replicas",
+        check="six steps on two replicas, of which the last three run in two stages, against six on the replicas: "
+        "every number and every tensor of the checkpoint but its checksums, which find this bug too",
         detector=replace(alone(resumed, FP64, STAGES), world_size=2),
         plant=layers_numbered_in_their_stage,
     ),

@@ -34,6 +34,7 @@ FOREIGN = {
     "README": "--require-hashes",
     "evaluation": "--limit",
     "megatron_lm": "--ckpt-fully-parallel-save",
+    "known_bugs": "--only",
     "running": "--measure --rdzv-conf --shutdown-timeout --signals-to-handle",
     "slurm": "--allocations --build-arg --contiguous --duplicates --faults --me --name --parsable2 --segment --start "
     "--starttime --state --switches",

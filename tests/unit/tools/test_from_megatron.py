@@ -114,6 +114,13 @@ def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse([*flags, "--check-config"], {}).config.training.recompute_granularity == "full"
 
 
+def test_presets_and_settings_by_name_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--preset", "tiny-llama", "--set", "training.seed=7", "--mock-data", "--vocab-size", "512"]
+    assert from_megatron.main(["--", *flags, "--train-iters", "20"]) == 0
+    config = parse([*translated(capsys.readouterr().out)[1], "--check-config"], {}).config
+    assert config == parse([*flags, "--train-iters", "20", "--check-config"], {}).config
+
+
 def test_refusals_and_notes_match_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--learning-rate 1e-3 --position-embedding-type alibi --num-query-groups 2 --disable-bias-linear"
     assert from_megatron.main(["--", *f"{MODEL} {RUN} {flags}".split()]) == 1
