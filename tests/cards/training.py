@@ -104,8 +104,7 @@ CELLS = {
     "resume": Cell(
         resume,
         f"such a run killed with SIGKILL at step {KILLED} and resumed, against one that was not: difference of "
-        "weights and moments, of the losses; how many other numbers differ, and how many steps were taken "
-        "again",
+        "weights and moments, of the losses; how many other numbers differ, and how many steps were taken again",
         {"state": 0, "losses": 0, "other numbers": 0, "steps again": 0},
         COVERED,
     ),

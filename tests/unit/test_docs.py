@@ -25,7 +25,6 @@ PAGES = [
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:^|[ `])(?:torchrun (?P<launch>.*?) |python3? )pretrain_(?:gpt|hybrid)\.py (?P<flags>.*)")
 FOREIGN = {
-    "cards": "--cells --stale",
     "corruption": "--clean",
     "AGENTS": "--check",
     "CONTRIBUTING": "--check --every",
@@ -34,7 +33,6 @@ FOREIGN = {
     "README": "--require-hashes",
     "evaluation": "--limit",
     "megatron_lm": "--ckpt-fully-parallel-save",
-    "known_bugs": "--only",
     "running": "--measure --rdzv-conf --shutdown-timeout --signals-to-handle",
     "slurm": "--allocations --build-arg --contiguous --duplicates --faults --me --name --parsable2 --segment --start "
     "--starttime --state --switches",
