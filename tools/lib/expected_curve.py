@@ -296,6 +296,8 @@ def _costs(compared: RunComparison, content: Mapping[str, Any]) -> Iterator[str]
             yield f"{title:<10} {measured}; no prediction: {planned['absent']}"
             continue
         ratio = f", {value / predicted:.2f} of it" if value and compared.device != "cpu" else ""
+        if title == "memory" and value and compared.device == "cpu":
+            measured += " (the whole process)"
         on = f" on {planned['gpu']}" if "gpu" in planned else ""
         yield f"{title:<10} {measured}; prediction {predicted:.4g} {unit}{on}{ratio}{sized}"
 
