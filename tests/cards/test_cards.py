@@ -214,7 +214,8 @@ def test_what_llama_cpp_does_with_one_file_alone_is_red(
     ours: torch.Tensor | str, theirs: torch.Tensor | str, verdict: str
 ) -> None:
     try:
-        found: Measures = {"ours": 0.0} | llama_cpp.compared(ours, theirs, RIGHT, "logits")
+        found: Measures = {"ours": 0.0}
+        found |= llama_cpp.compared(ours, theirs, RIGHT, "logits")
         failure = CELLS["llama.cpp"].failure(found)
     except CardError as error:
         failure = str(error)
