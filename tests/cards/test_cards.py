@@ -188,7 +188,7 @@ def test_what_llama_cpp_does_with_one_file_alone_is_red(
     ours: torch.Tensor | str, theirs: torch.Tensor | str, verdict: str
 ) -> None:
     try:
-        failure = CELLS["llama.cpp"].failure({"ours": 0.0} | llama_cpp.compared(ours, theirs, RIGHT, "logits"))
+        failure = CELLS["llama.cpp"].failure(llama_cpp.compared(ours, theirs, RIGHT, "logits") | {"ours": 0.0})
     except CardError as error:
         failure = str(error)
     assert verdict in failure
