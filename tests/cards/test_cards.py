@@ -23,7 +23,7 @@ from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from tests.cards import layouts, llama_cpp, readers, results, training, twin
 from tests.cards.__main__ import main, measure, part_of_array
 from tests.cards.card import CARDS
-from tests.cards.cell import CardError, Measures, largest
+from tests.cards.cell import CardError, largest
 from tests.cards.cells import CELLS
 from tests.kit.cases import run_on
 from tests.kit.pool import Pool
@@ -214,9 +214,7 @@ def test_what_llama_cpp_does_with_one_file_alone_is_red(
     ours: torch.Tensor | str, theirs: torch.Tensor | str, verdict: str
 ) -> None:
     try:
-        found: Measures = {"ours": 0.0}
-        found |= llama_cpp.compared(ours, theirs, RIGHT, "logits")
-        failure = CELLS["llama.cpp"].failure(found)
+        failure = CELLS["llama.cpp"].failure(llama_cpp.compared(ours, theirs, RIGHT, "logits") | {"ours": 0.0})
     except CardError as error:
         failure = str(error)
     assert verdict in failure
