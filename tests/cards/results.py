@@ -106,8 +106,8 @@ def in_cell(record: Record | None, cell: Cell) -> str:
 INTRO = """# Verification cards
 
 Each row is a small model of one family of [Hugging Face models](huggingface.md), or of one kind of long context. Each
-column but `curve` compares it with something independent. `kimi_k2` is the model of `deepseek_v3` under another
-name, by which `transformers` reads its export. The cards are written by
+column compares it with something independent. `kimi_k2` is the model of `deepseek_v3` under another name, by which
+`transformers` reads its export. The cards are written by
 
 ```bash
 python -m tests.cards                        # all; cells that have a current result are kept

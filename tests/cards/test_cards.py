@@ -114,7 +114,7 @@ def other_model(original: Callable[..., Any]) -> Callable[..., Any]:
 def forgetful(original: Callable[..., int]) -> Callable[..., int]:
     """A run that ends, and starts again, with another learning rate than before."""
     return lambda folder, flags, kill_after=0: original(
-        folder, flags if kill_after or folder.name == "whole" else flags.replace("3e-3", "2.9e-3"), kill_after
+        folder, flags if kill_after or folder.name == "whole" else flags.replace("0.003", "0.0029"), kill_after
     )
 
 
@@ -151,13 +151,19 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "files": lambda: patch.object(twin, "weights_of", one_bit(weights_of)),
     "numbers": lambda: patch.object(DistributedOptimizer, "update", slower),
     "text": lambda: patch.object(twin, "generate", lambda *a: [[0] * twin.NEW] * twin.PROMPTS),
-    "curve": lambda: patch.object(training, "FLAGS", training.FLAGS.replace("3e-3", "1e-9")),
+    "curve": lambda: patch.object(DistributedOptimizer, "update", slower),
     "resume": lambda: patch.object(training, "run", forgetful(training.run)),
     "layouts": lambda: patch.object(layouts, "run_on", other_model(run_on)),
     "bytes": lambda: patch.object(layouts, "rank_state_bytes", lambda *a: {"weights": 1}),
     "export": lambda: patch.object(readers, "logits_of", lambda twins, tokens: torch.zeros(())),
     "llama.cpp": lambda: patch.object(llama_cpp, "convert_to_huggingface", other_base(convert_to_huggingface)),
 }
+
+
+@pytest.mark.slow
+def test_a_run_that_learns_nothing_is_red(pool: Pool) -> None:
+    with patch.object(training, "FLAGS", training.FLAGS.replace("0.003", "1e-9")):
+        assert "the loss falls from" in measure("llama", "curve", pool)[1]
 
 
 @pytest.mark.slow

@@ -6,24 +6,30 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from megatron.arguments.sources import to_dict
 from megatron.config.run import RunConfig
 from tests.cards.card import Card
 from tests.cards.cell import CardError, Cell, Measures, largest
+from tests.cards.twin import Twins, relative
 from tests.kit.pool import Pool
 from tests.kit.runs import checkpoint, records, run_in_process, steps
+from tests.kit.solo import random_batch
+from tests.parity.test_hf import CLIP, torch_adamw
 from tools.preprocess_data import main as preprocess
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "LICENSE"
 """Its bytes are the tokens; it does not change."""
 
-LENGTH, STEPS, KILLED = 64, 100, 50
+LENGTH, STEPS, KILLED, RATE, FALL = 64, 100, 50, 3e-3, 0.75
 LONG = "--seq-length 256 --micro-batch-size 1 --global-batch-size 2"
 """As many tokens in samples that are longer than the windows of long contexts."""
 FLAGS = (
-    f"--split 100,0,0 --seq-length {LENGTH} --micro-batch-size 4 --global-batch-size 8 --train-iters {STEPS} --lr 3e-3 "
-    f"--lr-warmup-iters 10 --log-interval 1 --device cpu --num-workers 0 --save-interval {KILLED}"
+    f"--split 100,0,0 --seq-length {LENGTH} --micro-batch-size 4 --global-batch-size 8 --train-iters {STEPS} "
+    f"--lr {RATE} --lr-warmup-iters 10 --log-interval 1 --device cpu --num-workers 0 --save-interval {KILLED}"
 )
 
 
@@ -60,11 +66,38 @@ def trained(folder: Path, flags: str) -> Path:
 
 
 def curve(card: Card, folder: Path, pool: Pool) -> Measures:
-    """The loss of the first and of the last step."""
+    """The loss of the first and of the last step, and the largest difference from the losses of `transformers`.
+
+    Raises:
+        CardError: the loss does not fall.
+    """
     found = steps(trained(folder / "run", flags_of(card, folder)))
     losses = [found[step]["lm loss"] for step in sorted(found)]
     first, last = losses[0], sum(losses[-10:]) / 10
-    return {"steps": len(losses), "first": first, "last": last, "last/first": last / first}
+    if last > FALL * first:
+        raise CardError(f"the loss falls from {first:.2f} to {last:.2f} only")
+    return {"steps": len(losses), "first": first, "last": last, "beside": beside_transformers(card, folder)}
+
+
+def beside_transformers(card: Card, folder: Path) -> float:
+    """The largest relative difference of a loss, where both models take as many steps on the text in fp64."""
+    twins = Twins.build(card, folder)
+    config, rules = twins.ours.chunk.config, twins.ours.optimizer.config
+    samples, length = (1, 256) if card.is_long else (6, card.length)
+    ids = torch.tensor([*TEXT.read_bytes()]) % config.vocab
+    reference, differences = torch_adamw(twins.theirs, rules), []
+    for step in range(STEPS):
+        starts = [(step * samples + i) * length % (len(ids) - length - 1) for i in range(samples)]
+        rows = torch.stack([ids[start : start + length + 1] for start in starts])
+        batch = random_batch(config, samples, length, step, tokens=rows[:, :-1], labels=rows[:, 1:])
+        _, expected = twins.their_loss(batch)
+        nn.utils.clip_grad_norm_(twins.theirs.parameters(), CLIP)
+        for group in reference.param_groups:
+            group["lr"] = RATE
+        reference.step()
+        loss, _ = twins.ours.step([batch], RATE)
+        differences.append(relative(loss, expected))
+    return largest(differences)
 
 
 def resume(card: Card, folder: Path, pool: Pool) -> Measures:
@@ -96,10 +129,10 @@ COVERED = (
 CELLS = {
     "curve": Cell(
         curve,
-        f"{STEPS} steps of a small model of the family, in fp32, on the bytes of LICENSE "
-        f"({STEPS * 8 * LENGTH:,} tokens): loss of the first step, mean of the last ten",
-        {"last/first": 0.75},
-        COVERED,
+        f"{STEPS} steps in fp64 on the bytes of LICENSE beside `transformers` with torch's AdamW: largest relative "
+        f"difference of a loss. A run of as many in fp32 ends at most at {FALL} of its first loss",
+        {"beside": 1e-8},
+        (*COVERED, "tests/cards/twin.py", "tests/parity/families.py", "tests/parity/hybrids.py"),
     ),
     "resume": Cell(
         resume,

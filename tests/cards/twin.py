@@ -87,7 +87,7 @@ def converted(folder: Path, save: Path) -> SavedModel:
 
 def relative(a: float | Tensor, b: float | Tensor) -> float:
     """``|a - b| / |b|``, of tensors in the 2-norm."""
-    a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
+    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
     return ((a - b).norm() / b.norm()).item()
 
 
