@@ -243,5 +243,8 @@ def test_the_row_of_readme_has_what_was_measured() -> None:
     read = sum("words" not in cells["llama.cpp"]["result"] for cells in records)
     (row,) = (line for line in (ROOT / "README.md").read_text().splitlines() if "`python -m tests.cards`" in line)
     assert f"models of {families} families against `transformers` in fp64" in row
-    found = f"{agree} of {len(CARDS)} agree; largest relative error of a gradient {worst:.1e}"
+    curve = max(cells["curve"]["result"]["beside"] for cells in records)
+    found = (
+        f"{agree} of {len(CARDS)} agree; largest relative error of a gradient {worst:.1e}, of 100 losses {curve:.1e}"
+    )
     assert f"| {found}; llama.cpp agrees on {read} of {len(CARDS)} exports |" in row
