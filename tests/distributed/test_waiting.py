@@ -24,6 +24,10 @@ SOON = 0.05
 """The most seconds that a rank without anything to wait for takes on a busy machine."""
 
 
+def is_nap(seconds: float) -> bool:
+    return NAP * 0.9 <= seconds < NAP + SOON
+
+
 def mesh_of(rank: int, world_size: int, tp: int = 1) -> Mesh:
     return Mesh(Layout.from_config(ParallelConfig(tensor_model_parallel_size=tp), world_size), rank)
 
@@ -41,8 +45,8 @@ BLOCKING = {
 }
 
 
-def late_to(rank: int, world_size: int, op: str, axes: tuple[str, ...], tp: int) -> dict[str, float]:
-    """Rank 0 comes late to a collective; the least that each axis kept this rank waiting in a few tries."""
+def late_to(rank: int, world_size: int, op: str, axes: tuple[str, ...], tp: int) -> list[dict[str, float]]:
+    """Rank 0 comes late to a collective; how long each axis kept this rank waiting in a few tries."""
     mesh, tries = mesh_of(rank, world_size, tp), []
     for _ in range(3):
         meet(mesh)
@@ -50,7 +54,7 @@ def late_to(rank: int, world_size: int, op: str, axes: tuple[str, ...], tp: int)
             time.sleep(NAP)
         BLOCKING[op](mesh.group(*axes))
         tries.append(mesh.meter.pop())
-    return {name: min(seconds[name] for seconds in tries) for name in tries[0]}
+    return tries
 
 
 @pytest.mark.parametrize(
@@ -64,13 +68,13 @@ def late_to(rank: int, world_size: int, op: str, axes: tuple[str, ...], tp: int)
 )
 def test_the_others_wait_for_a_late_rank(pool: Pool, op: str, axes: tuple[str, ...], tp: int, name: str) -> None:
     late, other = pool.run(2, late_to, op, axes, tp)
-    assert late[name] < SOON
-    assert NAP * 0.9 <= other[name] < NAP + SOON
-    assert {axis for axis, seconds in other.items() if seconds > 0} == {name}
+    assert min(each[name] for each in late) < SOON
+    assert any(is_nap(each[name]) for each in other), other  # on a busy machine the other rank may be late, too
+    assert {axis for each in other for axis, seconds in each.items() if seconds > 0} == {name}
 
 
-def overlapped(rank: int, world_size: int) -> tuple[float, float]:
-    """Two all-reduces that rank 0 comes late to: one that rank 1 waits for at once, one that it has other work for."""
+def overlapped(rank: int, world_size: int) -> list[list[float]]:
+    """Waits for two all-reduces that rank 0 comes late to, in a few tries: rank 1 has other work during the second."""
     mesh, waits = mesh_of(rank, world_size), []
     for busy in (0.0, 2 * NAP):
         tries = []
@@ -83,14 +87,14 @@ def overlapped(rank: int, world_size: int) -> tuple[float, float]:
                 time.sleep(busy)
             pending.wait()
             tries.append(mesh.meter.pop()["dp"])
-        waits.append(min(tries))
-    return waits[0], waits[1]
+        waits.append(tries)
+    return waits
 
 
 def test_overlapped_communication_counts_as_hidden(pool: Pool) -> None:
     exposed, hidden = pool.run(2, overlapped)[1]
-    assert NAP * 0.9 <= exposed < NAP + SOON
-    assert hidden < SOON
+    assert any(map(is_nap, exposed)), exposed
+    assert min(hidden) < SOON
 
 
 def axes_of(rank: int, world_size: int, tp: int) -> tuple[tuple[str, ...], list[str]]:
