@@ -28,7 +28,7 @@ projects, read in stored copies of their public threads; what a report states wa
 loss, the gradient norm, every gradient as the update uses it (clipped), and every weight after it; copies of a
 parameter on several ranks are equal to the bit. "Largest error" is the largest relative error of all these. The last
 column has those with the bug planted, of the loss, of the norm, and of the gradient that is farthest off. A dash
-stands for a test of other things, which are equal or not. CI runs all of them (`tests/known_bugs`).
+stands for a test of other things, which are equal or not. CI runs all of them and plants a third (`tests/known_bugs`).
 `python -m tests.known_bugs --only labels-not-shifted` runs one, without and with its bug, and writes nothing; `--help`
 lists the names, in the order of this page.
 """
