@@ -109,12 +109,13 @@ def test_a_killed_run_on_conversations(pool: Pool, tmp_path: Path, layout: str) 
             [{"role": "user", "content": str(i)}, {"role": "assistant", "content": "x" * i}] for i in range(1, count)
         )
         (tmp_path / name).write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
-    flags = (
-        f"{LAYOUTS[layout]} --vocab-size 257 --neftune-alpha 5 --tokenizer-type ByteTokenizer "
+    data = (
+        "--vocab-size 257 --neftune-alpha 5 --tokenizer-type ByteTokenizer "
         f"--chat-template {tmp_path}/t.jinja --eval-interval 2 --global-batch-size 2 --set training.num_epochs=3 "
         f"data.chat_data_path={tmp_path}/train data.valid_chat_data_path={tmp_path}/valid "
         f"data.data_cache_path={tmp_path}/cache"
     )
+    flags = f"{LAYOUTS[layout]} {data}"
     whole = resolve_epochs(run_of(tmp_path / "whole", flags), 2)
     assert (whole.training.train_samples, whole.training.eval_iters) == (18, 1)
     parts = resolve_epochs(run_of(tmp_path / "parts", flags), 2)
@@ -122,7 +123,7 @@ def test_a_killed_run_on_conversations(pool: Pool, tmp_path: Path, layout: str) 
     assert len(records(tmp_path / "whole", "lm loss validation")) == 5
     changed = (tmp_path / "train").read_text().replace("x", "y")
     (tmp_path / "train").write_text(changed)
-    refused = start(parts)
+    refused = start(resolve_epochs(run_of(tmp_path / "parts", data), 1))
     assert refused.status == 2
     assert "E815 the training data are not those of the checkpoint" in refused.err
 
