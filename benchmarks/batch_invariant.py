@@ -1,4 +1,4 @@
-"""What --batch-invariant costs: steps of training, scoring and generation with it beside those without.
+"""Compare the time of training steps, scoring and generation with and without ``--batch-invariant``.
 
     python -m benchmarks.batch_invariant            # prints; --write keeps the result
 

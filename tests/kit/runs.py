@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron.arguments.cli import parse
-from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.format import MARKER, Manifest
 from megatron.checkpoint.load import CheckpointReader
 from megatron.config.phases import Phase
 from megatron.config.run import RunConfig
@@ -188,8 +188,17 @@ def start(
     rank: int = 0,
     world_size: int = 1,
 ) -> Outcome:
-    """Run a configuration, or phases, in this process from start to end, with ``event`` happening; draws no picture."""
+    """Run a configuration, or phases, in this process from start to end, with ``event`` happening; draws no picture.
+
+    Raises:
+        AssertionError: if the run starts from scratch although there are whole checkpoints: it ends with the numbers of
+            a resumed one, so that a test of resuming would pass.
+    """
     plan = [Phase(run)] if isinstance(run, RunConfig) else run
+    options = plan[0].config.checkpoint
+    saved = [
+        path for folder in (options.save, options.load) if folder for path in Path(folder).glob(f"iter_*/{MARKER}")
+    ]
     printed, place = Outcome(), {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     no_picture = patch("megatron.training.loggers.run_logger.draw_plots", lambda *arguments: None)
     same_code = patch("megatron.training.loggers.run_folder.git_state", _git_state)
@@ -200,6 +209,7 @@ def start(
         with suppress(KilledError):
             printed.status = main.run(plan[0].config, plan=plan)
     printed.out, printed.err = out.getvalue(), err.getvalue()
+    assert not (saved and "starts from scratch: " in printed.out), f"{saved[-1].parent} was not resumed"
     return printed
 
 

@@ -58,7 +58,7 @@ def common_folder(rank: int, world_size: int) -> Path:
     return Path(run_on_rank0(partial(tempfile.mkdtemp, prefix="resumed-"), mesh_of(rank, world_size).world))
 
 
-def resumed(rank: int, world_size: int, flags: str, after: str = "") -> float:
+def resumed(rank: int, world_size: int, flags: str, further: str = "") -> float:
     """The steps after a stop, with flags for them alone, and the last checkpoint, from those of a run without."""
     parts, whole = common_folder(rank, world_size), UNDISTURBED.get(flags)
     if whole is None:
@@ -68,12 +68,12 @@ def resumed(rank: int, world_size: int, flags: str, after: str = "") -> float:
     if rank == 0:
         name = f"iter_{STOPPED:07d}"
         shutil.copytree(whole / "saved" / name, parts / "saved" / name)
-    run(parts, f"{flags} {after}", rank, world_size)
+    run(parts, f"{flags} {further}", rank, world_size)
     if rank:
         return 0.0
     after, expected = steps(parts), steps(whole)
     if min(after) <= STOPPED:
-        raise RuntimeError("the run began anew, which has the same numbers")
+        raise RuntimeError("the run started from step 0, which gives the numbers of a resumed one")
     numbers = [of(after[i], expected[i]) for i in range(STOPPED + 1, LAST + 1)]
     (tensors, _), (those, _) = (checkpoint(folder / f"saved/iter_{LAST:07d}") for folder in (parts, whole))
     shutil.rmtree(parts)
@@ -114,7 +114,7 @@ def moments_forgotten() -> AbstractContextManager[Any]:
     return _after_loading(forget)
 
 
-def schedule_begins_anew() -> AbstractContextManager[Any]:
+def schedule_restarted() -> AbstractContextManager[Any]:
     """The learning rate is that of the first steps."""
 
     def change(trainer: Trainer) -> None:
@@ -224,13 +224,13 @@ BUGS = {
         detector=replace(alone(resumed, FP64, STAGES), world_size=2),
         plant=layers_numbered_in_their_stage,
     ),
-    "schedule-begins-anew": KnownBug(
+    "schedule-restarted": KnownBug(
         reports=("NVIDIA-NeMo/Automodel#763",),
         kind="Resuming",
         bug="the steps of the schedule were counted from 0 again, so the learning rate was that of the first step",
         check=SAME,
         detector=alone(resumed, BF16, within=0.0),
-        plant=schedule_begins_anew,
+        plant=schedule_restarted,
     ),
     "main-parameters-rounded": KnownBug(
         reports=("TensorAuto/OpenTau#185", "NVIDIA/apex#42"),
