@@ -77,7 +77,7 @@ def stream_weights(
     dtype = DTYPES[trainer.config.precision.params_dtype] if dtype is None else dtype
     kinds = [torch.promote_types(torch.float32, dtype) if specs[parts[0].ours].wide else dtype for parts in tensors]
     sizes = [-(-prod(parts[0].stored) * kind.itemsize // 8) * 8 for parts, kind in zip(tensors, kinds)]
-    weights, finite = LayoutWeights(trainer), dtype != torch.float16
+    weights, may_overflow = LayoutWeights(trainer), dtype == torch.float16
     added = (
         MergedWeights(cast("ModelSource", weights), weights, trainer.config.model)
         if merged and model != trainer.config.model
@@ -99,7 +99,7 @@ def stream_weights(
                     raise_if_overflow(part.ours, found.to(ours.dtype), found)  # equal on all ranks
                     if world.rank == 0:
                         ours.copy_(found)
-        if not finite:  # other ranks would wait for a rank that raises alone
+        if may_overflow:  # other ranks would wait for a rank that raises alone
             gather_results(weights.raise_if_overflow, world)
         if everywhere:
             comm.all_reduce(bucket, world)

@@ -75,17 +75,22 @@ def find_expectation(run: RunFolder, folders: Sequence[Path]) -> Expectation:
     file the command names. Raises ValueError if there is none.
     """
     found: list[tuple[int, bool, Expectation]] = []
-    model = {setting.flag for setting in SETTINGS.values() if setting.group == "model"}
     path = run.folder / COMMAND_FILE
     command = path.read_text(errors="replace") if path.is_file() else ""
     for file in sorted(file for folder in folders for file in folder.glob("*.json")):
         each = Expectation.read(file)
         differences = each.differences(run)
-        if model.isdisjoint(line.partition(":")[0] for line in differences):
+        if not other_model(differences):
             found.append((len(differences), each.content["script"] not in command, each))
     if not found:
         raise ValueError(f"no recipe has the model of {run.folder}: name one with --expected FILE")
     return min(found, key=lambda each: each[:2])[2]
+
+
+def other_model(differences: Sequence[str]) -> list[str]:
+    """Return those of ``Expectation.differences`` that make another model."""
+    model = {setting.flag for setting in SETTINGS.values() if setting.group == "model"}
+    return [line for line in differences if line.partition(":")[0] in model]
 
 
 @dataclass(frozen=True)
@@ -217,7 +222,9 @@ def compare_run(folder: Path, file: Path | None = None, any_data: bool = False) 
     fingerprint = run.facts.get("train.fingerprint")
     compared.same_data = fingerprint is not None and fingerprint == data.get("fingerprint")
     compared.published = [*_published(loss, history)]
-    if "points" not in loss:
+    if model := other_model(compared.differences):
+        compared.reason = f"the model of the run is another: {'; '.join(model)} (recipe | run)"
+    elif "points" not in loss:
         compared.reason = loss.get("absent", "published losses are those of other data and of one run")
     elif not (compared.same_data or any_data):
         compared.reason = (

@@ -2,7 +2,7 @@
 
 The order of samples is known, so the blocks of the next steps are, too. They are fetched into the cache of the machine,
 and count as used, so that it does not delete them. If the store fails for a block of the next steps, every rank stops
-before it, after a checkpoint, instead of failing within a step.
+before it, after a checkpoint, instead of failing within a step. A cache too small for two steps cannot promise this.
 """
 
 from __future__ import annotations

@@ -161,6 +161,8 @@ def test_what_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "no log line is of one of the" in capsys.readouterr().out
     assert status(run_folder(tmp_path / "model", means(), "--hidden-size 128")) == 2
     assert "no recipe has the model" in capsys.readouterr().err
+    assert status(tmp_path / "model", "--expected", str(EXPECTED)) == 2
+    assert "not judged: the model of the run is another: --hidden-size: 64 | 128" in capsys.readouterr().out
     assert status(tmp_path / "none") == 2
     assert status(other, "--expected", str(other / "data.json")) == 2
     assert "is no file of expected/" in capsys.readouterr().err
