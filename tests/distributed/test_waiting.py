@@ -145,7 +145,7 @@ def a_late_start(rank: int, world_size: int, paused: bool) -> tuple[Metrics, flo
 
 @pytest.mark.parametrize("paused", [False, True])
 def test_no_one_waits_in_a_step_for_a_rank_that_has_yet_to_begin(pool: Pool, paused: bool) -> None:
-    """The clocks of all ranks start together, so that the late ones count neither in the step nor in a phase of it."""
+    """The clocks of all ranks start together, so that a late start counts neither in the step nor in a phase of it."""
     for record, longest in pool.run(3, a_late_start, paused):
         assert NAP <= record["iteration-time"] < 2 * NAP
         assert longest < 2 * NAP

@@ -219,7 +219,7 @@ init() { # MACHINE
         echo "$pid" >"$dir/run/$machine.pid"
         until ip link show eth0 >/dev/null 2>&1; do sleep 0.02; done
         ip addr add "$(address "$machine")/24" dev eth0
-        # Of the machine, as always: the others remember it, and would not reach a new one after a boot.
+        # The same after every boot: other nodes have it in their ARP tables, and would not reach this one for a minute.
         ip link set eth0 address "$(printf '02:00:00:00:00:%02x' "${machine#n}")" up
         slurmd -D -N "$machine" >>"$dir/log/slurmd.$machine.out" 2>&1 &
     fi

@@ -20,6 +20,18 @@ def test_nodes_have_names_and_gpus_of_their_own(cluster: Cluster) -> None:
     assert sorted(cluster.log(job).split("\n"))[1:] == ["n1 n1 0,1", "n2 n2 0,1"]
 
 
+def test_a_node_keeps_its_hardware_address_over_a_boot(cluster: Cluster) -> None:
+    """Others send to the address that they remember."""
+
+    def address() -> str:
+        return cluster.on("n4", "ip", "-brief", "link", "show", "eth0").split()[2]
+
+    before = address()
+    cluster.power_off("n4")
+    cluster.power_on("n4")
+    assert address() == before
+
+
 def test_a_cluster_ends_with_its_owner() -> None:
     if why := slurm.obstacle():
         pytest.skip(why)

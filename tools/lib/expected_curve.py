@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.files import parse_json, read_small
+from megatron.config.option import Role
 from megatron.config.settings import SETTINGS
 from megatron.training.loggers.run_folder import COMMAND_FILE, METRICS_FILE, RunHistory, read_history
 from tools.lib.run_differences import RunFolder, changed_options, read_run
@@ -71,8 +72,8 @@ class Expectation:
 def find_expectation(run: RunFolder, folders: Sequence[Path]) -> Expectation:
     """Return the expectation of the recipe whose options are nearest to those of a run.
 
-    The model has to be the same. Of several, that of the fewest differences is taken, then that whose configuration
-    file the command names. Raises ValueError if there is none.
+    The model has to be the same (:func:`other_model`). Of several, that of the fewest differences is taken, then that
+    whose configuration file the command names. Raises ValueError if there is none.
     """
     found: list[tuple[int, bool, Expectation]] = []
     path = run.folder / COMMAND_FILE
@@ -83,13 +84,13 @@ def find_expectation(run: RunFolder, folders: Sequence[Path]) -> Expectation:
         if not other_model(differences):
             found.append((len(differences), each.content["script"] not in command, each))
     if not found:
-        raise ValueError(f"no recipe has the model of {run.folder}: name one with --expected FILE")
+        raise ValueError(f"no recipe has the model of {run.folder}; --expected FILE names a file of your own")
     return min(found, key=lambda each: each[:2])[2]
 
 
 def other_model(differences: Sequence[str]) -> list[str]:
-    """Return those of ``Expectation.differences`` that make another model."""
-    model = {setting.flag for setting in SETTINGS.values() if setting.group == "model"}
+    """Return those of ``Expectation.differences`` that make another model: other shapes, or another function."""
+    model = {setting.flag for setting in SETTINGS.values() if setting.option.role in (Role.SHAPE, Role.FUNCTION)}
     return [line for line in differences if line.partition(":")[0] in model]
 
 

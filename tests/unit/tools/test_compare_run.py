@@ -168,6 +168,15 @@ def test_what_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "is no file of expected/" in capsys.readouterr().err
 
 
+def test_options_that_make_no_other_model_are_listed_and_the_run_is_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_folder(tmp_path / "run", means(), "--hidden-dropout 0.1 --z-loss-coeff 1e-4")
+    for flags in ((), ("--expected", str(EXPECTED))):
+        assert status(run, *flags) == 0
+        assert "--hidden-dropout: 0.0 | 0.1" in capsys.readouterr().out
+
+
 def test_memory_time_and_published_losses_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = ROOT / "examples" / "expected" / "train_gpt2_124m.json"
     content = json.loads(file.read_text())
